@@ -57,8 +57,8 @@ BARS: dict[str, tuple[float | None, float | None]] = {
 }
 """Figures of a run, and what they must come to over the best of the others: at least, at most."""
 SEEDS_COUNT = 10
-LEAST_TIMED_COUNT, MOST_TIMED_COUNT = 24, 48
-"""Of a closed loop those are timed that follow the first ones: twice as many as there are at a time, within these."""
+LEAST_TIMED_COUNT = 24
+"""Of a closed loop those are timed that follow the first ones: twice as many as there are at a time, or so many."""
 LONGEST_RATIO = 4.0
 """They are followed to this multiple of the run's time at most; who has not ended counts with the time until then."""
 LOOK_S = 2.0
@@ -103,7 +103,7 @@ def run_in(cell: Cell, policy_text: str, seed: int, go_on: GoOn = lambda: None) 
     is_batch = scenario.loop == "batch"
     measured_s = result.measured_s
     count = scenario.programs_count
-    timed = range(count) if is_batch else range(count, count + min(MOST_TIMED_COUNT, max(2 * count, LEAST_TIMED_COUNT)))
+    timed = range(count) if is_batch else range(count, count + max(2 * count, LEAST_TIMED_COUNT))
     times_s, left_count = simulation.program_times_s(timed)
     while left_count and simulation.has_more and agenda.now_s < LONGEST_RATIO * scenario.horizon_s:
         next_s = agenda.now_s + LOOK_S

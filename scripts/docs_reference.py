@@ -30,7 +30,7 @@ from thunderagent.cli.serve import LIST_FIELDS
 from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
 from thunderagent.nova.metrics import GAUGES
 from thunderagent.programs import policies
-from thunderagent.programs.model import places
+from thunderagent.programs.model import places, policy, view, views
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.proxy.judge.prompt import DEFAULT_PROMPT
 from thunderagent.simulator.engine.timing import load_profiles
@@ -327,6 +327,22 @@ def checked_engines() -> str:
     return "\n".join(rows)
 
 
+def protocol(name: str) -> str:
+    """Return the members of a Protocol of policies: signature and meaning."""
+    kind = next(getattr(module, name) for module in (policy, view, views) if hasattr(module, name))
+    rows = []
+    for member, value in sorted(vars(kind).items()):
+        function = value.fget if isinstance(value, property) else value
+        if member.startswith("_") or not inspect.isfunction(function):
+            continue
+        signature = inspect.signature(function)
+        parameters = list(signature.parameters.values())[1:]
+        text = str(signature.replace(parameters=parameters)).replace("'", "")
+        shown = member + (text.replace("() -> ", ": ") if isinstance(value, property) else text)
+        rows.append((f"`{shown}`", inspect.getdoc(function) or ""))
+    return f"**{name}**: {(inspect.getdoc(kind) or '').partition(chr(10))[0]}\n\n{table(('Member', 'Meaning'), rows)}"
+
+
 PARTS: dict[str, Callable[..., str]] = {
     "alerts": alerts,
     "api": api,
@@ -341,6 +357,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "nova_metrics": nova_metrics,
     "policy": policy_settings,
     "profiles": profiles,
+    "protocol": protocol,
     "reasons": reasons,
     "templates": templates,
     "workflow_policies": workflow_policies,

@@ -54,10 +54,12 @@ from thunderagent.programs.model.fleet_events import (
     SandboxesMeasured,
     SandboxFailed,
     SandboxReady,
+    TurnLimited,
 )
 from thunderagent.programs.model.policy import Moment, Policy
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.records.learned import ReplicaPriceRecord
+from thunderagent.programs.model.records.limits import ProgramLimits
 from thunderagent.programs.model.records.signals import Signal, ToolEnd, ToolNum, ToolStart, WindowUpdate
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.model.turn import Branch, Turn, TurnEnded
@@ -194,6 +196,7 @@ class Driver:
         role: str = "",
         parent_branch: str = "",
         model: str = "",
+        limits: ProgramLimits | None = None,
     ) -> int:
         """Send a turn whose prompt is estimated at `tokens`; return its id.
 
@@ -206,6 +209,8 @@ class Driver:
         deadline_s = None if patience_s is None else self.now_s + patience_s
         if model:
             self.send(ModelAsked(self.now_s, turn_id, model))
+        if limits is not None:
+            self.send(TurnLimited(self.now_s, turn_id, limits))
         told = TurnArrived(self.now_s, turn_id, program_id, branch, size_bytes, avoid, cuts, group, deadline_s)
         self.send(
             replace(

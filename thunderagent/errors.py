@@ -180,6 +180,13 @@ class KeyExistsError(RequestError):
     code = "key_exists"
 
 
+class UnreadableEncodingError(RequestError):
+    """The request body is packed in a way that is not installed here; the message names the extra that reads it."""
+
+    status = 415
+    code = "unreadable_encoding"
+
+
 class BodyTooLargeError(RequestError):
     """A request body is over the configured limit."""
 
@@ -205,6 +212,13 @@ class MethodNotAllowedError(RequestError):
 
     status = 405
     code = "method_not_allowed"
+
+
+class UpgradeRefusedError(RequestError):
+    """A websocket is asked for on a path whose turns are plain requests: send it as one."""
+
+    status = 426
+    code = "websocket_not_passed"
 
 
 class PerReplicaOnlyError(RequestError):
@@ -272,6 +286,22 @@ class ProgramHopelessError(ThunderAgentError):
 
     status = 410
     code = "program_hopeless"
+
+
+class ProgramLimitError(ThunderAgentError):
+    """The program has had all the turns, tokens or time that its limits allow; the turn was never forwarded.
+
+    410 for the same reason. Its limits are those of its headers, of its key and of the proxy: the least counts.
+    """
+
+    status = 410
+    code = "program_limit"
+
+
+class ProgramDeadlineError(ProgramLimitError):
+    """The program's deadline has passed, or cannot be met any more; the turn was never forwarded."""
+
+    code = "program_deadline"
 
 
 class TurnAbortedError(ThunderAgentError):
@@ -502,6 +532,12 @@ class SandboxEngineError(SandboxError):
     status = 503
     code = "sandbox_engine_unreachable"
     retry_after_s = 10
+
+
+class SandboxPullLimitError(SandboxEngineError):
+    """A registry lets nothing be pulled for a while; `retry_after_s` says for how long nothing is asked of it."""
+
+    code = "sandbox_pull_limit"
 
 
 class SandboxImageError(SandboxError):

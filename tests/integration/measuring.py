@@ -1,25 +1,32 @@
 """A proxy in a process of its own, measured: how long its event loop stood still, and how much memory it took.
 
-`python -m tests.integration.measuring OPTIONS` runs it, where OPTIONS is a JSON object: `urls`, `up` and settings.
+`python -m tests.integration.measuring OPTIONS` runs it, where OPTIONS is a JSON object: `urls`, `up` and settings; or a
+list, the command line of a serving command, which is measured then.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import json
 import os
+import re
 import sys
 import time
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
+
+import uvloop
 
 from tests.integration.support import running_proxy
+from thunderagent.cli import main
+from thunderagent.serving.lookups import Loop
 from thunderagent.serving.process import keep_freed_memory
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Coroutine
 
 _START_S = 60.0
 """On a machine with other work a process takes long to import what it needs."""
@@ -87,18 +94,27 @@ class MeasuredProxy:
         return line
 
 
-@asynccontextmanager
-async def measured_proxy(*urls: str, up: int | None = None, **settings: Any) -> AsyncIterator[MeasuredProxy]:
+def measured_proxy(*urls: str, up: int | None = None, **settings: Any) -> AbstractAsyncContextManager[MeasuredProxy]:
     """Run a proxy in front of `urls` during the block, in a process of its own."""
+    return _measured({"urls": urls, "up": up, **settings})
+
+
+def measured_command(*words: str) -> AbstractAsyncContextManager[MeasuredProxy]:
+    """Run a serving command during the block, in a process of its own."""
+    return _measured(list(words))
+
+
+@asynccontextmanager
+async def _measured(options: object) -> AsyncIterator[MeasuredProxy]:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", __name__, json.dumps({"urls": urls, "up": up, **settings})),
+        *("-m", __name__, json.dumps(options)),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
     try:
         proxy = MeasuredProxy(process)
-        proxy.url = (await proxy.line()).decode().strip()
+        proxy.url = re.findall(r"https?://[\w.:]+\d", (await proxy.line()).decode())[0]
         await proxy.look()
         yield proxy
     finally:
@@ -118,7 +134,9 @@ def _of_status(name: str) -> int:
 
 
 def _begin_anew() -> int:
-    """Forget the peak, where that is allowed; return where memory begins to count."""
+    """Give back what is free, so that it hides nothing, and forget the peak; return where memory begins to count."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     return _of_status("VmHWM")
@@ -128,13 +146,18 @@ async def _main(urls: list[str], up: int | None, settings: dict[str, Any]) -> No
     keep_freed_memory()
     said = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # for what it logs
-    looks = asyncio.StreamReader()
+    lists = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+    async with running_proxy(*urls, up=up, **lists) as proxy:
+        print(proxy.url, file=said, flush=True)
+        await _watch(said)
+
+
+async def _watch(said: IO[str]) -> None:
+    """Say what was seen after each line of the standard input, until its end."""
+    looks, watch = asyncio.StreamReader(), Watch()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(looks), sys.stdin)
-    watch = Watch()
-    lists = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
-    async with running_proxy(*urls, up=up, **lists) as proxy, watch.on():
-        print(proxy.url, file=said, flush=True)
+    async with watch.on():
         begun_bytes = _begin_anew()
         while await looks.readline():
             gc.collect()
@@ -144,6 +167,26 @@ async def _main(urls: list[str], up: int | None, settings: dict[str, Any]) -> No
             watch.longest_s, begun_bytes = 0.0, _begin_anew()
 
 
+def _command(words: list[str]) -> int:
+    """Run a serving command as `thunderagent` does, watched from its start."""
+    run_alone = uvloop.run
+
+    def run(serving: Coroutine[Any, Any, None], **options: Any) -> None:
+        async def watched() -> None:
+            task = asyncio.ensure_future(serving)
+            watching = asyncio.create_task(_watch(sys.stdout))
+            watching.add_done_callback(lambda _: task.cancel())  # its standard input ended
+            with suppress(asyncio.CancelledError):
+                await task
+
+        run_alone(watched(), **options)
+
+    uvloop.run = run
+    return main(words)
+
+
 if __name__ == "__main__":
     options = json.loads(sys.argv[1])
-    asyncio.run(_main(options.pop("urls"), options.pop("up"), options))
+    if isinstance(options, list):
+        sys.exit(_command(options))
+    uvloop.run(_main(options.pop("urls"), options.pop("up"), options), loop_factory=Loop)  # as when it serves

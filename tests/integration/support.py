@@ -761,6 +761,8 @@ async def running_proxy(
             "grace_s": 0.0,
             "event_log": Path(folder, "events"),
         }
+        if not urls:
+            defaults["embedded_engines"] = 0  # an empty list alone is refused
         if "policy" not in config:
             # Then a claim equals the context, to the token.
             defaults["policy_args"] = {"reserve_tokens": "0"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from time import monotonic
 
@@ -24,9 +25,11 @@ from tests.integration.support import (
     running_proxy,
     serve,
     streams,
+    turn,
     until,
     word,
 )
+from thunderagent.proxy.gate.keys import mint_key
 
 SECRET = "only-the-programs-name"
 
@@ -194,7 +197,7 @@ async def test_replicas_report_ledger_and_engine() -> None:
         first, second = report["replicas"]
         assert (first["replica_id"], first["url"], first["up"]) == (one.replica_id, one.url, True)
         assert (first["capacity_tokens"], first["demand_tokens"]) == (1_000_000, USAGE["total_tokens"])
-        assert (first["capacity_ratio"], first["limit_tokens"]) == (1.1, 1_100_000)  # until a price is known
+        assert (first["capacity_ratio"], first["limit_tokens"]) == (1.0, 1_000_000)
         assert first["shared_tokens"] == 0
         assert first["growth_tokens"] >= 0
         assert (first["acting_count"], first["reasoning_count"]) == (1, 0)
@@ -374,7 +377,7 @@ async def test_metrics_count_what_happens() -> None:
         )
 
 
-@pytest.mark.parametrize("target", ["/health", "/ready", "/metrics", "/v1/models"])
+@pytest.mark.parametrize("target", ["/", "/health", "/ready", "/metrics", "/v1/models"])
 async def test_a_head_request_is_answered_without_a_body(target: str) -> None:
     """Load balancers probe with HEAD."""
     async with fake_replica() as replica, running_proxy(replica.url) as proxy:
@@ -388,3 +391,50 @@ async def test_the_ready_line_names_the_policy_with_its_parts() -> None:
     async with fake_replica() as replica, serve("--backends", replica.url, "--global-policy", "reassign") as server:
         assert server.ready_line == f"thunderagent ready at {server.url}: policy breakeven+global_policy=reassign\n"
         assert (await get(server.url, "/replicas")).json()["policy"] == "breakeven+global_policy=reassign"
+
+
+async def test_it_is_not_called_ready_while_no_replica_is_up() -> None:
+    """The first line says so, and another one says when one is."""
+    async with fake_replica() as replica, contextlib.AsyncExitStack() as stack:
+        await replica.stop()
+        server = await stack.enter_async_context(serve("--backends", replica.url))
+        assert server.ready_line.startswith(
+            f"thunderagent not yet ready at {server.url}: policy breakeven; no replica "
+        )
+        await replica.start()
+        assert server.process.stdout is not None
+        line = await server.process.stdout.readline()
+        assert line.decode() == f"thunderagent ready at {server.url}: policy breakeven\n"
+
+
+@pytest.mark.parametrize(
+    ("accept", "status", "location"),
+    [("*/*", 200, None), ("application/json", 200, None), ("text/html,application/xhtml+xml;q=0.9", 302, "dashboard")],
+)
+async def test_the_root_says_what_this_is(accept: str, status: int, location: str | None) -> None:
+    """It leads a browser to the dashboard."""
+    async with fake_replica() as replica, running_proxy(replica.url) as proxy:
+        answer = await exchange(proxy.url, "GET", "/", [("Accept", accept)])
+        assert (answer.status, answer.header("Location")) == (status, location)
+        assert ("/p/PROGRAM_ID/v1" in answer.body.decode()) == (status == 200)
+        assert replica.calls == []
+
+
+@pytest.mark.parametrize(
+    ("target", "right"),
+    [
+        ("/chat/completions", "/v1/chat/completions; let the client's base URL end in /v1"),
+        ("/p/a/chat/completions", "/v1/chat/completions; let the client's base URL end in /v1"),
+        ("/messages", "/v1/messages; let the client's base URL end in /v1"),
+        ("/embeddings", "/v1/embeddings; let"),
+    ],
+)
+async def test_a_base_url_without_v1_gets_a_hint(target: str, right: str) -> None:
+    """It is 404, and no engine is asked; a data key is told, too."""
+    key, line = mint_key("agents")
+    async with fake_replica() as replica, running_proxy(replica.url, api_keys=[line]) as proxy:
+        answer = await post(proxy.url, target, turn(), ("Authorization", f"Bearer {key}"))
+        assert answer.status == 404
+        assert right in answer.body.decode()
+        assert (await post(proxy.url, target, turn())).status == 401
+        assert [call.path for call in replica.calls if "completions" in call.path or "messages" in call.path] == []

@@ -242,7 +242,7 @@ async def test_turns_that_chose_their_replica_count_too() -> None:
 
 
 async def test_a_replica_that_is_half_open_is_tried_with_one_turn() -> None:
-    """The others that were granted there wait for its outcome, and go elsewhere when it fails: they were never sent."""
+    """The others that were granted there go elsewhere at once, and it does when it fails."""
     gate = Gate(after=())
     async with two_replicas(**{**BREAKS, "breaker_backoff_s": 2.0}) as (broken, healthy, proxy):
         await trip(proxy, broken)
@@ -251,7 +251,7 @@ async def test_a_replica_that_is_half_open_is_tried_with_one_turn() -> None:
         await until(lambda: len(proxy.runtime.scheduler.open_replicas) == 2)
         turns = await eight_turns(proxy, healthy)
         await until(lambda: len(broken.calls) == failures_count + 1)
-        await until(lambda: sum(task.done() for task in turns) == 4)  # those granted on the healthy one
+        await until(lambda: sum(task.done() for task in turns) == 7)  # all others
         assert len(broken.calls) == failures_count + 1
         broken.calls[-1].close()
         answered = await asyncio.gather(*turns)
@@ -262,7 +262,7 @@ async def test_a_replica_that_is_half_open_is_tried_with_one_turn() -> None:
         assert report["breaker_retry_in_s"] > 2.0, "the backoff did not grow"
 
 
-async def test_when_the_probe_is_answered_those_that_waited_go_on() -> None:
+async def test_when_the_probe_is_answered_its_replica_gets_turns_again() -> None:
     gate = Gate(after=(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}",))
     async with two_replicas(**BREAKS) as (broken, healthy, proxy):
         await trip(proxy, broken)
@@ -270,10 +270,37 @@ async def test_when_the_probe_is_answered_those_that_waited_go_on() -> None:
         broken.behaviour = gate
         await until(lambda: len(proxy.runtime.scheduler.open_replicas) == 2)
         turns = await eight_turns(proxy, healthy)
-        await until(lambda: sum(task.done() for task in turns) == 4)
+        await until(lambda: sum(task.done() for task in turns) == 7)
+        report = await breaker_of(proxy, broken)
+        assert (report["breaker"], report["verdict"]) == ("half_open", "failing")
         gate.open()
         assert {answer.status for answer in await asyncio.gather(*turns)} == {200}
-        assert len(broken.calls) == failures_count + 4
+        assert len(broken.calls) == failures_count + 1
+        report = await breaker_of(proxy, broken)
+        assert (report["breaker"], report["verdict"]) == ("closed", "up")
+
+
+@pytest.mark.parametrize("ends", [chunk(event({"error": {"code": 500, "message": "dead"}})) + LAST_CHUNK, b""])
+async def test_a_probe_that_begins_well_and_ends_badly_does_not_close_the_breaker(ends: bytes) -> None:
+    """An error event, or a connection that is closed: an engine that fails its streams late is failing, too."""
+
+    async def late(call: Call) -> None:
+        call.write(stream_head(), chunk(word("one")), ends)
+        call.close()
+
+    async with two_replicas(**{**BREAKS, "breaker_backoff_s": 1.0}) as (broken, _, proxy):
+        await trip(proxy, broken)
+        failures_count = len(broken.calls)
+        broken.behaviour = late
+        await until(lambda: len(proxy.runtime.scheduler.open_replicas) == 2)
+        async with asyncio.timeout(DEADLINE_S):
+            number = 0
+            while len(broken.calls) == failures_count:
+                await ask(proxy.url, f"p{number}", stream=True)
+                number += 1
+        report = await breaker_of(proxy, broken)
+        assert (report["breaker"], report["verdict"]) == ("open", "failing")
+        assert report["breaker_retry_in_s"] > 1.0, "the backoff did not grow"
 
 
 async def test_a_probe_whose_client_leaves_makes_way_for_another() -> None:
@@ -482,6 +509,37 @@ async def test_what_is_in_flight_on_a_frozen_replica_goes_elsewhere() -> None:
         assert (await breaker_of(proxy, frozen))["verdict"] == "up"
 
 
+NO_COUNTERS = "up 1\n"
+SGLANG_BUSY = 'sglang:num_running_reqs{model_name="m"} 3.0\nsglang:num_queue_reqs{model_name="m"} 9.0\n'
+
+
+@pytest.mark.parametrize("metrics", [NO_COUNTERS, SGLANG_BUSY], ids=["none", "sglang"])
+@pytest.mark.parametrize("is_alive", [False, True], ids=["frozen", "alive"])
+async def test_a_stream_that_stands_still_tells_of_an_engine_whose_counters_do_not(
+    metrics: str, is_alive: bool
+) -> None:
+    """A turn whose answer has begun does not wait in a queue; a check that is answered speaks for the engine."""
+    stands, checks_count = Gate([stream_head(), chunk(word("one"))], [chunk(DONE), LAST_CHUNK]), 0
+
+    async def behave(call: Call) -> None:
+        nonlocal checks_count
+        is_check = call.target == "/v1/completions"
+        checks_count += is_check
+        await (stands if call.target == CHAT or (is_check and not is_alive) else answers())(call)
+
+    kind = {"backend_type": "sglang"} if metrics is SGLANG_BUSY else {}
+    async with fake_replica(behave) as replica, running_proxy(replica.url, **FREEZES, **kind) as proxy:
+        replica.metrics = metrics
+        stream = asyncio.create_task(ask(proxy.url, "a", stream=True))
+        await until(lambda: checks_count == 3)
+        report = await breaker_of(proxy, replica)
+        assert report["verdict"] == ("up" if is_alive else "frozen")
+        stands.open()
+        answer = await stream
+        assert answer.whole is is_alive
+        assert is_alive or events_of(answer.body)[-1]["error"]["code"] == "replica_lost"
+
+
 async def test_a_replica_that_computes_a_long_prompt_at_once_is_not_frozen() -> None:
     """Nothing moves until that step ends; a check has to wait for it."""
     step = Gate()
@@ -544,7 +602,209 @@ async def test_a_replica_whose_answers_have_errors_inside_is_failing() -> None:
             assert (await ask(proxy.url, str(number))).status == 200
         assert len(broken.calls) == 3
         assert (await breaker_of(proxy, broken))["verdict"] == "failing"
-        assert len(healthy.calls) == 17
+        assert len(healthy.calls) == 20, "nothing reached the clients before"
+
+
+MESSAGES = '{"type":"message_start","message":{"id":"m","role":"assistant","content":[],"usage":{"input_tokens":1}}}'
+CREATED = event({"type": "response.created", "response": {"id": "r", "status": "in_progress"}})
+FAILED = event({"type": "response.failed", "response": {"id": "r", "status": "failed", "error": {"code": "server"}}})
+DEAD = {"error": {"message": "EngineCore encountered an issue", "type": "InternalServerError", "code": 500}}
+
+
+@pytest.mark.parametrize(
+    "begins",
+    [
+        streams(event(DEAD), DONE),
+        streams(b": ping\n\n", event(DEAD), DONE),
+        streams(b'event: error\ndata: {"type":"error","error":{"type":"api_error","message":"x"}}\n\n'),
+        streams(f"event: message_start\ndata: {MESSAGES}\n\n".encode(), b'event: error\ndata: {"type":"error"}\n\n'),
+        streams(CREATED, FAILED),
+        answers(DEAD),
+    ],
+    ids=["vllm", "comment", "messages", "started", "responses", "whole"],
+)
+async def test_an_answer_that_begins_with_an_error_is_computed_elsewhere(begins: Any) -> None:
+    """Nothing of it has reached the client, so it is like a 5xx: status 200 was only a promise."""
+    async with two_replicas(**BREAKS) as (broken, healthy, proxy):
+        broken.behaviour = begins
+        for number in range(8):
+            answer = await ask(proxy.url, str(number), stream=True)
+            assert (answer.status, answer.whole, answer.header("X-Replica-ID")) == (200, True, healthy.replica_id)
+        assert 0 < len(broken.calls) < 8
+        assert (await get(proxy.url, "/programs/0")).json()["verdict"] == "ok"
+
+
+@pytest.mark.parametrize("before", [[stream_head()], [stream_head(), chunk(CREATED)]], ids=["head", "announced"])
+async def test_a_stream_without_an_event_goes_elsewhere_when_its_replica_dies(before: list[bytes]) -> None:
+    """Engines send the head before they compute; no byte of it has reached the client."""
+    dies_with = Gate(before, [chunk(word("one")), LAST_CHUNK])
+    async with two_replicas() as (dies, healthy, proxy):
+        dies.behaviour = healthy.behaviour = dies_with
+        turns = [asyncio.create_task(ask(proxy.url, str(number), stream=True)) for number in range(8)]
+        await until(lambda: len(dies.calls) + len(healthy.calls) == 8)
+        healthy.behaviour = streams(word("one"), DONE)
+        assert dies.calls
+        await dies.stop()
+        dies_with.open()
+        for answer in await asyncio.gather(*turns):
+            assert answer.status == 200
+        assert len(dies.calls) + len(healthy.calls) == 8 + len(dies.calls)
+
+
+async def test_an_answer_that_begins_with_an_error_everywhere_reaches_the_client() -> None:
+    """It is the turn's own fault: it counts against neither replica, however many there are."""
+    async with two_replicas(**BREAKS) as (one, other, proxy):
+        one.behaviour = other.behaviour = streams(event(DEAD), DONE)
+        for number in range(8):
+            answer = await ask(proxy.url, str(number), stream=True)
+            assert (answer.status, answer.body) == (200, event(DEAD) + DONE)
+        assert len(one.calls) == len(other.calls) == 8
+        assert {(await breaker_of(proxy, each))["breaker"] for each in (one, other)} == {"closed"}
+
+
+@pytest.mark.parametrize(
+    "error", [{"code": 400, "type": "BadRequestError"}, {"code": "x", "type": "invalid_request_error"}]
+)
+async def test_an_error_that_names_the_request_is_not_computed_elsewhere(error: dict[str, Any]) -> None:
+    async with two_replicas(**BREAKS) as (one, other, proxy):
+        one.behaviour = other.behaviour = streams(event({"error": {"message": "too long", **error}}), DONE)
+        for number in range(4):
+            assert (await ask(proxy.url, str(number), stream=True)).status == 200
+        assert len(one.calls) + len(other.calls) == 4
+
+
+async def test_an_engine_that_says_inside_an_answer_that_it_is_full_is_under_pressure() -> None:
+    full = {"error": {"message": "The request queue is full.", "type": "SERVICE_UNAVAILABLE", "code": 503}}
+    async with two_replicas(**BREAKS) as (broken, healthy, proxy):
+        broken.behaviour = streams(event(full), DONE)
+        for number in range(4):
+            answer = await ask(proxy.url, str(number), stream=True)
+            assert (answer.header("X-Replica-ID"), answer.whole) == (healthy.replica_id, True)
+        assert len(broken.calls) == 1
+        report = await breaker_of(proxy, broken)
+        assert (report["breaker"], report["verdict"], report["verdict_reason"]) == (
+            "closed",
+            "backpressure",
+            "it answered 503",
+        )
+
+
+async def test_the_first_event_of_a_stream_is_not_delayed() -> None:
+    hold = Gate([stream_head(), chunk(b": ping\n\n"), chunk(word("one"))])
+    async with fake_replica(hold) as replica, running_proxy(replica.url) as proxy, Wire.open(proxy.url) as wire:
+        wire.send("POST", CHAT, [JSON_TYPE], json.dumps(turn("a", stream=True)).encode())
+        assert (await wire.head()).status == 200
+        while b"one" not in await wire.chunk():
+            pass
+
+
+async def test_the_head_of_a_stream_goes_on_without_an_event_after_a_while() -> None:
+    """Clients may limit the time to the head; an engine sends it before it computes."""
+    hold = Gate([stream_head()])
+    async with fake_replica(hold) as replica, running_proxy(replica.url) as proxy, Wire.open(proxy.url) as wire:
+        wire.send("POST", CHAT, [JSON_TYPE], json.dumps(turn("a", stream=True)).encode())
+        assert (await wire.head()).header("X-Replica-ID") == replica.replica_id
+
+
+async def test_a_replica_that_fails_every_other_turn_is_failing() -> None:
+    """It never fails often in a row; no client notices."""
+    count = 0
+
+    async def every_other(call: Call) -> None:
+        nonlocal count
+        count += 1
+        await answers(status="500 Internal Server Error" if count % 2 else "200 OK")(call)
+
+    async with two_replicas(**{**BREAKS, "breaker_backoff_s": 60.0}) as (broken, _, proxy):
+        broken.behaviour = every_other
+        for number in range(40):
+            assert (await ask(proxy.url, str(number))).status == 200
+        report = await breaker_of(proxy, broken)
+        assert (report["breaker"], report["verdict"]) == ("open", "failing")
+        assert report["verdict_reason"].startswith("5 of the last 12 turns failed")
+
+
+class Cache:
+    """Behave as an engine with a prefix cache of so many tokens; each turn's prompt has 2,000, of its own program."""
+
+    def __init__(self, capacity_tokens: int = 1_000_000, *, tells: bool = True) -> None:
+        self.capacity_tokens = capacity_tokens
+        self.tells = tells
+        self.is_broken = False
+        self.kept: dict[str, None] = {}
+
+    async def __call__(self, call: Call) -> None:
+        name = call.json()["messages"][0]["content"].split()[0]
+        cached_tokens = 1900 if name in self.kept and not self.is_broken else 0
+        self.kept.pop(name, None)
+        self.kept[name] = None
+        while len(self.kept) * 2_010 > self.capacity_tokens:
+            del self.kept[next(iter(self.kept))]
+        usage: dict[str, Any] = {"prompt_tokens": 2_000, "completion_tokens": 10, "total_tokens": 2_010}
+        if self.tells:
+            usage["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+        await answers({"choices": [], "usage": usage})(call)
+
+
+async def rounds(proxy: RunningProxy, rounds_count: int, programs_count: int = 8) -> None:
+    for _ in range(rounds_count):
+        for number in range(programs_count):
+            assert (await ask(proxy.url, f"p{number}", content=f"p{number} {'word ' * 1600}")).status == 200
+
+
+async def verdicts(proxy: RunningProxy, *replicas: FakeReplica) -> list[str]:
+    """Return the verdicts after two more polls of each."""
+    for replica in replicas:
+        polls_count = replica.polls_count + 4
+        await until(lambda replica=replica, polls_count=polls_count: replica.polls_count >= polls_count)
+    return [(await breaker_of(proxy, replica))["verdict"] for replica in replicas]
+
+
+async def test_a_replica_whose_cache_stops_hitting_until_it_restarts_is_collapsed() -> None:
+    """Its programs leave it and keep their cache elsewhere; after a restart it is up, and its cache may be off."""
+    caches = Cache(), Cache()
+    async with (
+        fake_replica(caches[0]) as breaks,
+        fake_replica(caches[1]) as healthy,
+        running_proxy(breaks.url, healthy.url) as proxy,
+    ):
+        await rounds(proxy, 8)
+        assert await verdicts(proxy, breaks, healthy) == ["up", "up"]
+        caches[0].is_broken = True
+        await rounds(proxy, 3)
+        assert await verdicts(proxy, breaks, healthy) == ["up", "up"], "of 20 turns some hit"
+        await rounds(proxy, 6)
+        assert await verdicts(proxy, breaks, healthy) == ["collapsed", "up"]
+        assert "kept 0% of what it was given" in (await breaker_of(proxy, breaks))["verdict_reason"]
+        calls_count = len(breaks.calls)
+        await rounds(proxy, 2)
+        assert len(breaks.calls) == calls_count
+        await breaks.stop()
+        await until(lambda: not proxy.runtime.scheduler.replicas[breaks.replica_id].up)
+        await breaks.start()
+        await proxy.up(2)
+        assert await verdicts(proxy, breaks, healthy) == ["up", "up"]
+        proxy.runtime.replica_draining(healthy.replica_id)
+        await rounds(proxy, 6)
+        assert len(breaks.calls) > calls_count
+        assert await verdicts(proxy, breaks) == ["up"], "it never kept since: its cache is off"
+
+
+@pytest.mark.parametrize("tells", [True, False], ids=["tells", "does not tell"])
+async def test_an_engine_that_evicts_for_want_of_memory_has_not_collapsed(tells: bool) -> None:
+    """With more programs than room no turn finds its cache; nor, once others are gone, does the next one of each."""
+    cache = Cache(100_000, tells=tells)
+    async with (
+        fake_replica(cache, capacity_tokens=100_000) as replica,
+        running_proxy(replica.url, policy="passthrough", policy_args={}) as proxy,
+    ):
+        await rounds(proxy, 2, 24)
+        await rounds(proxy, 1, 100)
+        assert await verdicts(proxy, replica) == ["up"]
+        others = [f"p{number}" for number in range(24, 100)]
+        await post(proxy.url, "/programs/release", {"program_ids": others})
+        await rounds(proxy, 1, 24)
+        assert await verdicts(proxy, replica) == ["up"]
 
 
 async def test_a_breaker_may_be_switched_off() -> None:
@@ -655,3 +915,22 @@ async def test_a_program_says_whether_it_may_be_trained_on() -> None:
             await ask(proxy.url, "a", content="third")
             assert (await verdict())[:2] == expected
             assert any(expected[0] in each["why"] for each in (await get(proxy.url, "/programs/a")).json()["story"])
+
+
+async def test_the_answer_to_a_release_says_whether_a_program_may_be_trained_on() -> None:
+    """It is the last moment to ask. Without a word it may be."""
+    async with fake_replica() as replica, running_proxy(replica.url, retries_count=0) as proxy:
+        for program_id in ("good", "bad", "worse"):
+            await ask(proxy.url, program_id)
+        replica.behaviour = answers({"error": "no"}, status="500 Internal Server Error")
+        for program_id in ("bad", "worse"):
+            await ask(proxy.url, program_id, content="second")
+        verdict = {
+            "verdict": "infrastructure_failed",
+            "verdict_cause": "status 500",
+            "verdict_replica_id": replica.replica_id,
+        }
+        released = await post(proxy.url, "/programs/release", {"program_id": "bad"})
+        assert released.json() == {"program_id": "bad", "released": True, **verdict}
+        released = await post(proxy.url, "/programs/release", {"program_ids": ["good", "worse", "nobody"]})
+        assert released.json() == {"released": True, "released_ids": ["good", "worse"], "not_ok": {"worse": verdict}}

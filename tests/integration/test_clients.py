@@ -121,7 +121,7 @@ async def test_status_shows_a_running_proxy(capsys: pytest.CaptureFixture[str]) 
         assert await asyncio.to_thread(main, ["status", "--url", proxy.url]) == 0
         shown = capsys.readouterr().out
         idle = "engines idle while programs are held: "
-        for text in ("policy cap", one.replica_id, "down", "first[/x]", "second[b]", "third", "no_room", idle):
+        for text in ("policy cap", one.replica_id, "down", "first[/x]", "second[b]", "third", "no room", idle):
             assert text in shown, text
         assert proxy.runtime.release("first[/x]")
         await held

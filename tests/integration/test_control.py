@@ -359,6 +359,49 @@ class Doubtful:
             await answers()(call)
 
 
+async def test_an_engine_that_does_not_answer_does_not_delay_what_others_are_asked() -> None:
+    """The pause of one is seen while the question to the other is still open, again and again."""
+    is_paused = False
+
+    async def engine(call: Call) -> None:
+        await answers({"is_paused": is_paused} if call.target == "/is_paused" else {})(call)
+
+    async with (
+        fake_replica(engine) as replica,
+        fake_replica(Gate()) as silent,
+        running_proxy(replica.url, silent.url, observe_interval_s=0.02, poll_deadline_s=3600.0) as proxy,
+    ):
+        await until(lambda: silent.calls)
+        for is_paused in (True, False, True):
+            wanted = ("observed",) if is_paused else ()
+            await until(lambda wanted=wanted: proxy.runtime.replicas.states[replica.replica_id].suspended_for == wanted)
+        assert len(silent.calls) == 1
+
+
+@pytest.mark.parametrize("path", ["/abort_requests", "/pause?mode=abort", "/inference/v1/abort_requests"])
+async def test_what_a_trainer_aborts_is_no_failure_of_an_engine(path: str) -> None:
+    """Whether it aborts at one replica or, as trainers do, at all."""
+    async with replicas_behind(2) as (proxy, replicas):
+        gates = [
+            Gate([stream_head(), chunk(word("one"))], [chunk(word("", "abort")), chunk(DONE), LAST_CHUNK])
+            for _ in replicas
+        ]
+        for replica, gate in zip(replicas, gates, strict=True):
+            replica.behaviour = gate
+        turns = [asyncio.create_task(ask(proxy.url, str(number), stream=True)) for number in range(4)]
+        await until(lambda: sum(len(replica.calls) for replica in replicas) == 4)
+        for replica in replicas:
+            replica.behaviour = answers({"status": "aborted"})
+        telling = asyncio.create_task(post(proxy.url, path, {"request_ids": ["x"]}))
+        await until(lambda: all(any(path in call.target for call in replica.calls) for replica in replicas))
+        for gate in gates:
+            gate.open()
+        assert (await telling).status == 200
+        await asyncio.gather(*turns)
+        for number in range(4):
+            assert (await get(proxy.url, f"/programs/{number}")).json()["verdict"] == "aborted_by_trainer"
+
+
 @pytest.mark.parametrize(
     ("path", "field", "cause"), [("/pause?mode=keep", "is_paused", "pause"), ("/sleep", "is_sleeping", "sleep")]
 )

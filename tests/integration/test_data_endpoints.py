@@ -42,6 +42,7 @@ from tests.integration.support import (
     until,
     word,
 )
+from thunderagent.proxy.gate.keys import mint_key
 
 RESPONSE_USAGE = {
     "input_tokens": 10,
@@ -93,7 +94,6 @@ APIS = {
         {"id": "msg_1", "type": "message", "content": [{"type": "text", "text": "hi"}], "usage": MESSAGE_USAGE},
         (
             named({"type": "message_start", "message": {"usage": {**MESSAGE_USAGE, "output_tokens": 1}}}),
-            named({"type": "ping"}),
             named({"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "hi"}}),
             named({"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 3}}),
             named({"type": "message_stop"}),
@@ -344,6 +344,26 @@ async def test_a_response_whose_replica_is_gone_is_asked_for_nowhere_else(replic
         assert (answer.status, error_code(answer)) == (502, "replica_unreachable")
         assert not other.calls
         await replica.start()
+
+
+async def test_a_response_is_its_tenants(replica: FakeReplica) -> None:
+    """Another tenant neither reads, cancels, deletes nor continues it, though the engine would let it."""
+    replica.behaviour = makes("resp_1")
+    (red, red_line), (blue, blue_line) = mint_key("red"), mint_key("blue")
+    async with running_proxy(replica.url, api_keys=(red_line, blue_line)) as proxy:
+        of_red, of_blue = [("Authorization", f"Bearer {red}")], [("Authorization", f"Bearer {blue}")]
+        assert (await post(proxy.url, "/v1/responses", {"input": "hi"}, *of_red)).status == 200
+        replica.calls.clear()
+        asked = [("GET", ""), ("POST", "/cancel"), ("DELETE", "")]
+        further = {"input": "go on", "previous_response_id": "resp_1"}
+        for method, end in asked:
+            answer = await exchange(proxy.url, method, f"/v1/responses/resp_1{end}", of_blue)
+            assert (answer.status, error_code(answer)) == (403, "other_tenant")
+        assert (await post(proxy.url, "/v1/responses", further, *of_blue)).status == 403
+        assert not replica.calls
+        for method, end in asked:
+            assert (await exchange(proxy.url, method, f"/v1/responses/resp_1{end}", of_red)).status == 200
+        assert (await post(proxy.url, "/v1/responses", further, *of_red)).status == 200
 
 
 @pytest.mark.parametrize("program", ["", "/p/one-of-its-own"])

@@ -16,15 +16,16 @@ from email.utils import format_datetime
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
+import httpx2
 import pytest
 from aiohttp import web
 
 from tests.doubles.sglang.server import SglangServer
-from tests.integration.support import ask, get, running_proxy
+from tests.integration.support import DEADLINE_S, Gate, ask, cap, fake_replica, get, post, running_proxy, until
 from tests.loopback import free_ports
 from thunderagent.cli import build_parser, main
 from thunderagent.doctor import proxies
-from thunderagent.doctor.asking import Answer
+from thunderagent.doctor.asking import Answer, Asker
 from thunderagent.doctor.command import examine
 from thunderagent.doctor.findings import Finding, Level, exit_status
 from thunderagent.proxy.gate.keys import mint_key
@@ -296,6 +297,47 @@ async def test_an_engine_that_does_not_listen_is_found(engine_here: str) -> None
     assert "start it, or correct its address" in finding.remedy
     assert [each.level for each in found if each.check == "second_turn_hit"] == [Level.OK]
     assert exit_status(found) == 1
+
+
+async def test_of_a_dead_engine_alone_it_is_said_that_it_cannot_be_reached(engine_here: str) -> None:
+    """What was found of the others stays, before a running proxy and before an own one."""
+    dead = "http://127.0.0.1:9"
+    async with engine() as other, running_proxy(engine_here, other, dead, up=2) as proxy:
+        running = await examine(options("--url", proxy.url, "--no-turns"))
+    own = await examine(options("--backends", f"{engine_here},{dead}", "--no-turns"))
+    for found, names in ((running, [engine_here, other]), (own, [engine_here])):
+        reached = {each.subject: each for each in found if each.check == "engine_reachable"}
+        assert reached.pop("127.0.0.1:9").level is Level.FAULT
+        assert reached.keys() == {name.removeprefix("http://") for name in names}
+        assert all(each.text.startswith("It answers: vllm") for each in reached.values())
+
+
+async def test_what_the_next_turn_waits_for_is_said_by_all_three(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`doctor`, `status` and `top` say it in the words of the program's own report, and how long it has been held."""
+    gate = Gate()
+    async with fake_replica(gate) as replica, running_proxy(replica.url, **cap(1)) as proxy:
+        first, second = (asyncio.create_task(ask(proxy.url, name)) for name in ("first", "second"))
+        await until(lambda: proxy.runtime.held_count == 1)
+        story = await get(proxy.url, "/programs/second")
+        needs = story.json()["waiting"]["what_must_happen"]
+        for command in ("status", "top"):
+            monkeypatch.setenv("THUNDERAGENT_PROXY", proxy.url.removeprefix("http://"))
+            assert await asyncio.to_thread(main, [command]) == 0
+            assert needs in " ".join(capsys.readouterr().out.split())
+            assert await asyncio.to_thread(main, [command, "--json"]) == 0
+            said = json.loads(capsys.readouterr().out)
+            assert said["queue"]["first_needs"] == needs
+            assert said["programs"]["total"] == 2
+        async with httpx2.AsyncClient(base_url=proxy.url) as http:
+            looked = await proxies.look_at(Asker(http, timeout_s=DEADLINE_S), "the proxy", {})
+        (held,) = [each for each in proxies.findings_of(looked, proxy.url, is_own=False) if each.check == "held"]
+        assert needs in held.text
+        gate.open()
+        await first
+        assert (await post(proxy.url, "/programs/release", {"program_id": "first"})).status == 200
+        await second
 
 
 async def test_priorities_are_missed_where_they_are_wanted(engine_here: str, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -153,7 +154,12 @@ async def test_messages_of_the_anthropic_client(proxy: RunningProxy) -> None:
     tools: Any = [{"name": "bash", "description": "run", "input_schema": {"type": "object", "properties": {}}}]
     async with anthropic_at(f"{proxy.url}/p/a") as client:
         whole = await client.messages.create(
-            model="simulated", max_tokens=64, system="be brief", messages=USER, tools=tools
+            model="simulated",
+            max_tokens=64,
+            system="be brief",
+            messages=USER,
+            tools=tools,
+            tool_choice={"type": "none"},
         )
         assert (whole.stop_reason, whole.usage.cache_read_input_tokens) == ("end_turn", 0)
         called: Any = [
@@ -217,3 +223,212 @@ async def test_tokens_in_tokens_out(proxy: RunningProxy, url: str) -> None:
     prompt_tokens, output_tokens, cached_tokens = totals(proxy, "a")
     assert (prompt_tokens, output_tokens) == (100 + 120, 40)
     assert cached_tokens > 0
+
+
+# --- Calls of tools
+
+WEATHER: Any = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer", "minimum": 2}},
+    "required": ["city", "days"],
+}
+FUNCTIONS: Any = [
+    {"type": "function", "function": {"name": name, "parameters": WEATHER}} for name in ("weather", "traffic")
+]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_an_agent_of_the_openai_client_calls_two_tools_and_ends(proxy: RunningProxy, streamed: bool) -> None:
+    """Each call's arguments satisfy the schema; the next turn finds the call in the cache."""
+    messages: Any = list(USER)
+    names: list[str] = []
+    async with openai_at(f"{proxy.url}/p/loop/v1") as client:
+        while True:
+            asked: Any = {"model": "simulated", "messages": messages, "tools": FUNCTIONS}
+            if streamed:
+                async with client.chat.completions.stream(**asked) as stream:
+                    choice: Any = (await stream.get_final_completion()).choices[0]
+            else:
+                choice = (await client.chat.completions.create(**asked)).choices[0]
+            calls = choice.message.tool_calls
+            if not calls:
+                break
+            assert choice.finish_reason == "tool_calls"
+            names += [call.function.name for call in calls]
+            assert json.loads(calls[0].function.arguments) == {"city": "text", "days": 2}
+            messages.append({"role": "assistant", "tool_calls": [call.model_dump() for call in calls]})
+            messages.append({"role": "tool", "tool_call_id": calls[0].id, "content": "sunny"})
+    assert names == ["weather", "traffic"]
+    assert choice.finish_reason == "stop"
+    assert choice.message.content
+    assert totals(proxy, "loop")[2] > 0
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_an_agent_of_the_anthropic_client_calls_two_tools_and_ends(url: str, streamed: bool) -> None:
+    """Blocks of tool_use, streamed or whole; a choice of none gives words, and any gives a call."""
+    tools: Any = [{"name": name, "input_schema": WEATHER} for name in ("weather", "traffic")]
+    messages: Any = list(USER)
+    names: list[str] = []
+    async with anthropic_at(url) as client:
+        while True:
+            asked: Any = {"model": "simulated", "max_tokens": 64, "messages": messages, "tools": tools}
+            if streamed:
+                async with client.messages.stream(**asked) as stream:
+                    answer: Any = await stream.get_final_message()
+            else:
+                answer = await client.messages.create(**asked)
+            if answer.stop_reason != "tool_use":
+                break
+            (block,) = answer.content
+            assert block.input == {"city": "text", "days": 2}
+            names.append(block.name)
+            messages.append({"role": "assistant", "content": [block.model_dump()]})
+            result = {"type": "tool_result", "tool_use_id": block.id, "content": "sunny"}
+            messages.append({"role": "user", "content": [result]})
+        assert names == ["weather", "traffic"]
+        assert answer.stop_reason == "end_turn"
+        silent = await client.messages.create(**{**asked, "messages": USER, "tool_choice": {"type": "none"}})
+        assert silent.content[0].type == "text"
+        forced = await client.messages.create(**{**asked, "tool_choice": {"type": "any"}})
+        assert forced.stop_reason == "tool_use"
+
+
+async def test_a_response_format_and_a_stop_are_kept(url: str) -> None:
+    """JSON validates; the text ends before its stop; arguments that do not fit are cut as `length`."""
+    async with openai_at(f"{url}/v1") as client:
+        asked: Any = {"model": "simulated", "messages": USER}
+        form: Any = {"type": "json_schema", "json_schema": {"name": "w", "schema": WEATHER}}
+        shaped = await client.chat.completions.create(**asked, response_format=form)
+        assert json.loads(shaped.choices[0].message.content or "") == {"city": "text", "days": 2}
+        stopped = await client.chat.completions.create(**asked, stop=["w"])
+        assert (stopped.choices[0].message.content, stopped.choices[0].finish_reason) == ("", "stop")
+        short = await client.chat.completions.create(**asked, tools=FUNCTIONS, max_tokens=2)
+        assert (short.choices[0].finish_reason, short.choices[0].message.tool_calls) == ("length", [])
+        named: Any = {"type": "function", "function": {"name": "nobody"}}
+        with pytest.raises(openai.BadRequestError, match="among the tools"):
+            await client.chat.completions.create(**asked, tools=FUNCTIONS, tool_choice=named)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_an_agent_of_responses_calls_two_tools_and_ends(url: str, streamed: bool) -> None:
+    """Each result follows the response by its id, so only the store knows what was called before."""
+    tools: Any = [
+        {"type": "function", "name": name, "parameters": WEATHER, "strict": False} for name in ("weather", "traffic")
+    ]
+    asked: Any = {"model": "simulated", "input": TEXT, "tools": tools}
+    names: list[str] = []
+    async with openai_at(f"{url}/v1") as client:
+        while True:
+            if streamed:
+                async with client.responses.stream(**asked) as stream:
+                    answer: Any = await stream.get_final_response()
+            else:
+                answer = await client.responses.create(**asked)
+            assert answer.status == "completed"
+            if answer.output[0].type != "function_call":
+                break
+            (call,) = answer.output
+            assert json.loads(call.arguments) == {"city": "text", "days": 2}
+            names.append(call.name)
+            result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+            asked |= {"input": [result], "previous_response_id": answer.id}
+        assert names == ["weather", "traffic"]
+        form: Any = {"format": {"type": "json_schema", "name": "w", "schema": WEATHER}}
+        shaped = await client.responses.create(model="simulated", input=TEXT, text=form)
+        assert json.loads(shaped.output_text) == {"city": "text", "days": 2}
+
+
+@pytest.mark.parametrize("encoding", ["float", "base64"])
+async def test_embeddings_of_texts_that_share_words_are_near(proxy: RunningProxy, encoding: Any) -> None:
+    """A vector for each text, the same again; an empty input is refused."""
+    async with openai_at(f"{proxy.url}/p/e/v1") as client:
+        asked: Any = {"model": "simulated", "dimensions": 512}
+        texts = ["red green blue", "red green sea", "up and down"]
+        default = await client.embeddings.create(**asked, input=texts)  # the client asks for base64, and decodes it
+        answer = await client.embeddings.create(**asked, input=texts, encoding_format=encoding)
+        if encoding == "float":
+            one, near, far = (entry.embedding for entry in answer.data)
+            assert [entry.embedding for entry in default.data] == [one, near, far]
+            assert sum(a * b for a, b in zip(one, near, strict=True)) > sum(
+                a * b for a, b in zip(one, far, strict=True)
+            )
+            assert sum(a * a for a in one) == pytest.approx(1)
+        assert answer.usage.prompt_tokens == 9
+        with pytest.raises(openai.BadRequestError, match="empty"):
+            await client.embeddings.create(**asked, input=[])
+        tokens: Any = [[5, 6], [7]]
+        assert len((await client.embeddings.create(**asked, input=tokens)).data) == 2
+        assert len((await client.embeddings.create(**asked, input=[5, 6])).data) == 1
+
+
+# --- What is malformed
+
+
+DEEP: Any = {}
+for _ in range(300):
+    DEEP = {"type": "array", "minItems": 1, "items": DEEP}
+HOSTILE: list[Any] = [
+    "no schema",
+    {"type": "object", "properties": ["a"], "required": ["a"]},
+    {"type": "object", "required": [{}]},
+    {"type": "string", "minLength": "ten"},
+    {"type": "array", "minItems": 10**12},
+    {"type": "array", "minItems": 1000, "items": {"type": "array", "minItems": 1000, "items": {"type": "string"}}},
+    {"$ref": 7},
+    {"anyOf": {}},
+    {"type": {"a": []}},
+    {"multipleOf": 0, "type": "integer", "minimum": 1},
+    {"type": "integer", "minimum": 10**400},
+    DEEP,
+]
+
+
+@pytest.mark.parametrize("schema", HOSTILE, ids=lambda schema: json.dumps(schema)[:40])
+async def test_a_schema_without_a_small_instance_is_refused_in_the_caller_s_api(url: str, schema: Any) -> None:
+    """As a tool's, and as that of an answer; through every API that takes it."""
+    function = {"name": "look", "parameters": schema}
+    form = {"type": "json_schema", "name": "n", "schema": schema}
+    chat = {"model": "simulated", "messages": USER}
+    asked: list[tuple[str, Any]] = [
+        ("chat/completions", {**chat, "tools": [{"type": "function", "function": function}]}),
+        ("chat/completions", {**chat, "response_format": {"type": "json_schema", "json_schema": form}}),
+        ("responses", {"model": "simulated", "input": TEXT, "tools": [{"type": "function", **function}]}),
+        ("responses", {"model": "simulated", "input": TEXT, "text": {"format": form}}),
+        ("messages", {**chat, "max_tokens": 9, "tools": [{"name": "look", "input_schema": schema}]}),
+    ]
+    async with httpx2.AsyncClient(base_url=f"{url}/v1/", timeout=DEADLINE_S) as client:
+        for path, body in asked:
+            answer = await client.post(path, json=body)
+            assert answer.status_code == 400, (path, answer.text)
+            said = answer.json()
+            assert said["error"]["message"]
+            assert (said.get("type") == "error") == (path == "messages")
+
+
+async def test_a_malformed_request_with_tools_is_refused_and_is_no_error_of_the_engine(url: str) -> None:
+    """Choices, items and blocks that are of another type than their API says."""
+    tool = {"name": "look", "input_schema": {"type": "object"}}
+    function = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    asked: list[tuple[str, Any]] = [
+        ("messages", {"messages": USER, "max_tokens": 9, "tools": [tool], "tool_choice": {"type": []}}),
+        ("messages", {"messages": USER, "max_tokens": 9, "tools": [tool], "tool_choice": {"type": "tool", "name": {}}}),
+        ("messages", {"messages": [{"role": "user", "content": [{"type": []}]}], "max_tokens": 9}),
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [7]}]}], "max_tokens": 9},
+        ),
+        ("messages", {"messages": USER, "max_tokens": 9, "tools": [{"name": 7, "input_schema": {}}]}),
+        ("responses", {"input": [{"type": []}]}),
+        ("responses", {"input": [{"role": "user", "content": [7]}]}),
+        ("responses", {"input": TEXT, "tools": [{"type": "function"}]}),
+        ("responses", {"input": TEXT, "tool_choice": {"type": []}}),
+        ("chat/completions", {"messages": USER, "tools": [function], "tool_choice": {"function": []}}),
+        ("chat/completions", {"messages": USER, "tools": [function], "tool_choice": "sometimes"}),
+        ("chat/completions", {"messages": USER, "tools": [{"type": "function", "function": []}]}),
+        ("chat/completions", {"messages": USER, "response_format": {"type": "json_schema", "json_schema": []}}),
+    ]
+    async with httpx2.AsyncClient(base_url=f"{url}/v1/", timeout=DEADLINE_S) as client:
+        for path, body in asked:
+            answer = await client.post(path, json={"model": "simulated", **body})
+            assert (answer.status_code, "error" in answer.json()) == (400, True), (path, body, answer.text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from typing import Any
 
@@ -148,7 +149,7 @@ async def test_no_spelling_of_a_turn_under_a_program_gets_round_its_lease(
     assert proxy.runtime.outcome_counts["finished"] == 2
 
 
-@pytest.mark.parametrize("target", ["/", "/nothing", "/v2/embed?x", "/server_info", "/cohere/v2/chat"])
+@pytest.mark.parametrize("target", ["/nothing", "/v2/embed?x", "/server_info", "/cohere/v2/chat"])
 async def test_a_path_that_nobody_knows_is_the_engines(replica: FakeReplica, proxy: RunningProxy, target: str) -> None:
     """The answer is the engine's 404."""
     replica.behaviour = answers({"detail": "Not Found"}, status="404 Not Found")
@@ -367,3 +368,18 @@ async def test_a_misspelt_setting_of_the_environment_is_warned_of(engine_url: st
     assert warning["level"] == "warning"
     assert warning["variable"] == "THUNDERAGENT_IDEL_LIMIT_S"
     assert warning["nearest"] == "THUNDERAGENT_IDLE_LIMIT_S"
+
+
+@pytest.mark.parametrize("size", [1, 300_000])
+async def test_a_packed_body_is_read_and_forwarded_unpacked(
+    replica: FakeReplica, proxy: RunningProxy, size: int
+) -> None:
+    """Twice over one head: what is known of it does not bring the encoding back. Beyond the bound it is refused."""
+    body = turn(program_id="packed", padding="x" * size)
+    for _ in range(2):
+        answer = await post(proxy.url, CHAT, gzip.compress(json.dumps(body).encode()), ("Content-Encoding", "gzip"))
+        assert (answer.status, answer.header("X-Program-ID")) == (200, "packed")
+    for call in replica.calls:
+        assert call.header("Content-Encoding") is None
+        assert call.json()["padding"] == "x" * size
+    assert (await post(proxy.url, CHAT, b"no gzip", ("Content-Encoding", "gzip"))).status == 400

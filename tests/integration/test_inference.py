@@ -291,6 +291,68 @@ async def test_nothing_is_inferred_unless_that_is_wanted() -> None:
         assert (await ask(proxy.url)).header("X-Program-ID") is None
 
 
+# --- buckets
+
+
+async def answers_its_agent(call: Call) -> None:
+    """Behave: the answer repeats the end of the first message, so it is each agent's own."""
+    said = call.json()["messages"][0]["content"][-8:]
+    await answers({"choices": [{"index": 0, "message": {"role": "assistant", "content": f"I am {said}"}}]})(call)
+
+
+async def run_agent(url: str, name: str, turns_count: int, **fields: Any) -> list[str | None]:
+    """Run one agent of several turns; return the programs that they were of."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "work " * 400 + f"{name:>8}"}]
+    names = []
+    for _ in range(turns_count):
+        answer = await post(url, CHAT, {"model": "m", "messages": messages, **fields})
+        names.append(answer.header("X-Program-ID"))
+        messages = [*messages, answer.json()["choices"][0]["message"], TOOL_RESULT]
+    return names
+
+
+@pytest.mark.parametrize("bucket", [{"prompt_cache_key": "app"}, {"metadata": {"session_id": "app"}}])
+async def test_agents_that_share_a_bucket_are_programs_of_their_own(bucket: dict[str, Any]) -> None:
+    """They spread over two replicas; each keeps its program, one has the bucket's name."""
+    async with (
+        fake_replica(answers_its_agent) as one,
+        fake_replica(answers_its_agent) as other,
+        running_proxy(one.url, other.url) as proxy,
+    ):
+        runs = await asyncio.gather(*(run_agent(proxy.url, f"agent {i}", 3, **bucket) for i in range(GROUP)))
+        assert all(len(set(names)) == 1 for names in runs)
+        assert len({names[0] for names in runs}) == GROUP
+        assert ["app"] * 3 in runs
+        programs = proxy.runtime.scheduler.programs.values()
+        assert {program.turn_count for program in programs} == {3}
+        assert len(programs) == GROUP
+        assert (len(one.calls), len(other.calls)) == (GROUP * 3 // 2, GROUP * 3 // 2)
+
+
+async def test_one_agent_with_a_bucket_is_one_program_and_is_released_by_its_name() -> None:
+    async with fake_replica(answers_its_agent) as replica, running_proxy(replica.url) as proxy:
+        assert set(await run_agent(proxy.url, "agent", 6, prompt_cache_key="run")) == {"run"}
+        released = (await post(proxy.url, "/programs/release", {"program_id": "run"})).json()
+        assert released["released"] is True
+        assert set(await run_agent(proxy.url, "next", 2, prompt_cache_key="run")) == {"run"}
+
+
+async def test_a_first_turn_in_a_bucket_that_failed_keeps_its_program() -> None:
+    """And a next one that does not continue it is another's."""
+    async with fake_replica(answers({"error": {}}, status=400)) as replica, running_proxy(replica.url) as proxy:
+        first = await ask(proxy.url, prompt_cache_key="run")
+        assert (first.status, first.header("X-Program-ID")) == (400, "run")
+        replica.behaviour = answers_its_agent
+        assert (await ask(proxy.url, prompt_cache_key="run")).header("X-Program-ID") == "run"
+        assert (await ask(proxy.url, prompt_cache_key="run")).header("X-Program-ID-Source") == "inferred"
+
+
+async def test_a_bucket_names_its_program_where_the_operator_says_so() -> None:
+    async with fake_replica() as replica, running_proxy(replica.url, bucket_names_program=True) as proxy:
+        names = {(await ask(proxy.url, prompt_cache_key="run")).header("X-Program-ID") for _ in range(3)}
+        assert names == {"run"}
+
+
 # --- bearer tokens
 
 

@@ -176,7 +176,7 @@ async def test_the_replicas_can_be_the_judge() -> None:
         await until_counted(proxy, "verdicts_total", "success", 2)
 
 
-async def test_who_is_hopeless_gets_410_until_it_is_released(engine_url: str) -> None:
+async def test_who_is_refused_gets_410_until_it_is_released(engine_url: str) -> None:
     """This happens only if it is configured."""
     async with fake_replica(answers(verdict())) as judge:
         config = judged_by(f"{judge.url}/v1", judge_fail_count=1)

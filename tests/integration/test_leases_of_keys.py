@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.integration.support import DEADLINE_S, FakeReplica, cap, fake_replica, get, post, running_proxy, turn, until
+from tests.integration.support import (
+    DEADLINE_S,
+    FakeReplica,
+    cap,
+    fake_replica,
+    get,
+    metric,
+    post,
+    running_proxy,
+    turn,
+    until,
+)
 from tests.integration.test_websockets import REALTIME, engine, talking
 from thunderagent.proxy.gate.keys import mint_key
 from thunderagent.proxy.gate.keys.file import KeyLimitsEntry, add_key
@@ -90,7 +101,7 @@ async def test_anonymous_leases_of_one_key_leave_memory_for_others(replica: Fake
         answers = [await post(proxy.url, "/leases", wanted, RED) for _ in range(4)]
         assert [each.status for each in answers] == [200, 200, 429, 429]
         assert answers[2].error["code"] == "key_held_limit"
-        assert "40,000 tokens without room" in answers[2].error["message"]
+        assert "claim 40,000 tokens, and 20,000 more" in answers[2].error["message"]
         small = await post(proxy.url, "/leases", {"prompt_tokens": 10_000}, RED)
         assert small.status == 200
         named = await post(proxy.url, "/leases", {"program_id": "p", "prompt_tokens": 100}, RED)
@@ -101,6 +112,15 @@ async def test_anonymous_leases_of_one_key_leave_memory_for_others(replica: Fake
         assert again.status == 200
         await ended(proxy.url, [again, other], ADMIN)
         await post(proxy.url, "/programs/release", {"all": True}, ADMIN)
+        await proxy.nothing_left()
+
+
+async def test_the_only_data_key_leases_all_of_the_memory(replica: FakeReplica) -> None:
+    """There is nobody to leave a part to."""
+    async with running_proxy(replica.url, api_keys=(RED_LINE,), admin_keys=(ADMIN_LINE,)) as proxy:
+        answers = [await post(proxy.url, "/leases", {"prompt_tokens": 20_000}, RED) for _ in range(4)]
+        assert [each.status for each in answers] == [200] * 4
+        await ended(proxy.url, answers, RED)
         await proxy.nothing_left()
 
 
@@ -115,6 +135,64 @@ async def test_progress_claims_no_more_than_the_keys_part(replica: FakeReplica) 
         turns = proxy.runtime.scheduler.turns.values()
         assert sum(each.output_tokens for each in turns) == 50_000
         await ended(proxy.url, leases, RED)
+        await post(proxy.url, "/programs/release", {"all": True}, ADMIN)
+        await proxy.nothing_left()
+
+
+async def until_held(url: str, count: int) -> None:
+    """Wait until the bodies of so many leases are kept: those that wait in line are held."""
+    async with asyncio.timeout(DEADLINE_S):
+        while await metric(url, "held_body_bytes") < count * 40:
+            await asyncio.sleep(0.01)
+
+
+async def claim(url: str, name: str, key: tuple[str, str], tokens: int = 20_000) -> Answer:
+    return await post(url, "/leases", {"program_id": name, "prompt_tokens": tokens}, key)
+
+
+async def test_leases_for_programs_of_one_key_leave_memory_for_others(replica: FakeReplica) -> None:
+    """Progress of a token keeps them alive, so half of the memory is all that they may claim; others wait in line."""
+    async with running_proxy(replica.url, **KEYS) as proxy:
+        leases = [await claim(proxy.url, f"p{number}", RED) for number in range(2)]
+        assert [each.status for each in leases] == [200, 200]
+        waiting = [asyncio.create_task(claim(proxy.url, f"q{number}", RED)) for number in range(2)]
+        await until_held(proxy.url, 2)
+        late = {"program_id": "r", "prompt_tokens": 20_000, "patience_s": 0.05}
+        refused = await post(proxy.url, "/leases", late, RED)
+        assert (refused.status, refused.error["code"]) == (429, "key_held_limit")
+        for each in leases:
+            said = await post(proxy.url, f"/leases/{each.json()['lease_id']}/progress", {"output_tokens": 1}, RED)
+            assert said.json()["held"] is True
+        others = [await claim(proxy.url, f"o{number}", BLUE) for number in range(2)]
+        others.append(await claim(proxy.url, "admin", ADMIN, 1_000))
+        assert [each.status for each in others] == [200, 200, 200]
+        assert not any(each.done() for each in waiting)
+        await ended(proxy.url, [*leases, *others], ADMIN)
+        await post(proxy.url, "/programs/release", {"program_ids": ["p0", "p1", "o0", "o1", "admin"]}, ADMIN)
+        last = [await each for each in waiting]
+        assert [each.status for each in last] == [200, 200]
+        assert last[0].json()["held_s"] > 0
+        await ended(proxy.url, last, RED)
+        await post(proxy.url, "/programs/release", {"all": True}, ADMIN)
+        await proxy.nothing_left()
+
+
+async def test_what_a_program_is_known_to_claim_counts_though_its_lease_names_no_size(replica: FakeReplica) -> None:
+    """Two leases for one program count once. The first of a key is let in even if it is larger than the part."""
+    async with running_proxy(replica.url, **KEYS) as proxy:
+        for name, tokens in (("large", 60_000), ("small", 20_000)):
+            lease = (await claim(proxy.url, name, RED, 100)).json()["lease_id"]
+            end = {"prompt_tokens": tokens, "output_tokens": 1}
+            assert (await post(proxy.url, f"/leases/{lease}/end", end, RED)).json()["ended"] is True
+        leases = [await claim(proxy.url, "large", RED, 0) for _ in range(2)]
+        assert [each.status for each in leases] == [200, 200]
+        late = {"program_id": "small", "patience_s": 0.05}
+        assert (await post(proxy.url, "/leases", late, RED)).status == 429
+        for each in leases:
+            await ended(proxy.url, [each], RED)
+        again = await post(proxy.url, "/leases", late, RED)
+        assert again.status == 200
+        await ended(proxy.url, [again], RED)
         await post(proxy.url, "/programs/release", {"all": True}, ADMIN)
         await proxy.nothing_left()
 

@@ -81,7 +81,8 @@ async def test_a_key_is_made_used_and_revoked_over_the_api(replica: FakeReplica,
         assert (listed["acme/ci"]["live_programs_count"], listed["acme/ci"]["revocable"]) == (1, True)
         assert (await admin(proxy.url, "POST", "/keys", {"name": "acme/ci"})).error["code"] == "key_exists"
         assert (await post(proxy.url, "/keys", {"name": "x"}, bearer(key))).status == 403
-        for wrong in ({"name": "a b"}, {"name": "x", "expires": "9999-12-31T23:59:59-12:00"}):
+        absurd = {"name": "x", "programs_count": 10**400}
+        for wrong in ({"name": "a b"}, absurd, {"name": "x", "expires": "9999-12-31T23:59:59-12:00"}):
             assert (await admin(proxy.url, "POST", "/keys", wrong)).status == 400
         never = {"name": "never", "expires": "9999-12-31T23:59:59.999999Z"}
         assert (await admin(proxy.url, "POST", "/keys", never)).status == 200
@@ -371,3 +372,46 @@ async def test_status_and_top_say_pools_where_there_are_several(
             assert f"p {'small active' if several else 'active'}" in out
             assert await asyncio.to_thread(main, ["top", "--url", proxy.url]) == 0
             assert ("pool small" in capsys.readouterr().out) is several
+
+
+@pytest.mark.parametrize("command", ["status", "top", "handover"])
+async def test_a_key_for_data_is_told_to_be_one(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a key, with a wrong one and with one for data the words differ, and each says what to do."""
+    key, line = mint_key("agents")
+    async with fake_replica() as replica, running_proxy(replica.url, api_keys=[line], admin_keys=[ADMIN_LINE]) as proxy:
+        for given, words in (
+            ((), "wants an admin key"),
+            (("--key", "tak_wrong"), "does not know this key"),
+            (("--key", key), "this key is for data, and an admin key is needed"),
+        ):
+            assert await asyncio.to_thread(main, [command, "--url", proxy.url, *given]) == 1
+            said = capsys.readouterr().err
+            assert f"{proxy.url} {words}" in said.replace("answers 403: ", "")
+            assert "`thunderagent key NAME --admin` makes one" in said
+
+
+async def test_who_has_nobody_to_hand_over_to_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """A plain proxy does not answer with its raw 404."""
+    async with fake_replica() as replica, running_proxy(replica.url) as proxy:
+        assert await asyncio.to_thread(main, ["handover", "--url", proxy.url.removeprefix("http://")]) == 1
+    said = capsys.readouterr().err
+    assert "has nobody to hand over to: only a scheduler with a store does" in said
+    assert "{" not in said
+
+
+async def test_prefix_caching_that_is_off_is_said_where_an_operator_looks(
+    capsys: pytest.CaptureFixture[str], replica: FakeReplica
+) -> None:
+    """In the log, by `status` and `top`, and as a metric with an alert; on an engine that says nothing, nowhere."""
+    off = 'vllm:cache_config_info{enable_prefix_caching="False",kv_cache_size_tokens="1000000"} 1.0\n'
+    async with fake_replica() as other:
+        other.metrics = off
+        with capture_logs() as logs:
+            async with running_proxy(replica.url, other.url) as proxy:
+                for command in ("status", "top"):
+                    assert await asyncio.to_thread(main, [command, "--url", proxy.url]) == 0
+                    lines = capsys.readouterr().out.splitlines()
+                    told = [line for line in lines if "prefix caching off" in line]
+                    assert [other.replica_id in line for line in told] == [True]
+                assert (await metrics_of(proxy.url))["thunderagent_prefix_caching_off"] == {(other.replica_id,): 1.0}
+    assert [each["replica_id"] for each in logs if each["event"] == "prefix_caching_off"] == [other.replica_id]

@@ -26,6 +26,7 @@ from tests.integration.support import (
     USAGE_EVENT,
     Gate,
     Wire,
+    answers,
     ask,
     chunk,
     command,
@@ -262,6 +263,50 @@ async def test_without_a_scheduler_turns_run_in_the_end() -> None:
                 assert [answer.status for answer in answers] == [200, 200]
                 assert sorted(answer.header(FAIL_OPEN) or "" for answer in answers) == ["", "1"]
                 await until_metric(second.url, "turns_total", 3, "finished")
+
+
+async def test_what_a_trainer_aborts_at_a_gateway_is_no_failure_of_an_engine() -> None:
+    """Only the scheduler hears of the abort, and only the gateway of the answer."""
+    async with (
+        fake_replica(answers({"status": "aborted"})) as replica,
+        scheduler("--backends", replica.url) as over,
+        gateway(over.url) as front,
+        Wire.open(front.url) as wire,
+    ):
+        ends = Gate([stream_head(), chunk(word("one"))], [chunk(word("", "abort")), chunk(DONE), LAST_CHUNK])
+        replica.behaviour = ends
+        await begin(wire, "a")
+        replica.behaviour = answers({"status": "aborted"})
+        assert (await post(over.url, "/abort_requests", {})).status == 200
+        ends.open()
+        while await wire.chunk():
+            pass
+        await until_metric(over.url, "leases_active", 0)
+        report = (await get(over.url, "/programs/a")).json()
+        assert (report["verdict"], report["verdict_replica_id"]) == ("aborted_by_trainer", replica.replica_id)
+
+
+async def test_limits_hold_through_gateways_and_the_end_of_a_program_aborts_its_turns_there() -> None:
+    """The scheduler counts turns of all gateways, and says to each which of its turns end."""
+    headers = [("Content-Type", "application/json"), ("X-Program-ID", "p"), ("X-Program-Limits", "max_turns=2")]
+    body = json.dumps(turn()).encode()
+    async with (
+        fake_replica(answers()) as replica,
+        scheduler("--backends", replica.url) as over,
+        gateway(over.url) as first,
+        gateway(over.url) as second,
+    ):
+        assert (await exchange(first.url, "POST", CHAT, headers, body)).status == 200
+        replica.behaviour = Gate()
+        running = asyncio.create_task(exchange(second.url, "POST", CHAT, headers, body))
+        await until(lambda: len(replica.calls) == 2)
+        refused = await exchange(first.url, "POST", CHAT, headers, body)
+        assert (refused.status, refused.json()["error"]["code"]) == (410, "program_limit")
+        assert (await post(over.url, "/programs/release", {"program_id": "p", "abort": True})).status == 200
+        answer = await running
+        assert (answer.status, answer.json()["error"]["code"]) == (410, "program_released")
+        await until(replica.calls[1].left.is_set)
+        await until_metric(over.url, "leases_active", 0)
 
 
 async def test_the_turns_of_a_gateway_that_died_are_over() -> None:

@@ -181,7 +181,7 @@ async def test_the_sdk_and_the_status_command_bring_the_key_of_the_environment(
         await asyncio.to_thread(run_program)
         assert proxy.runtime.scheduler.programs.get("sdk") is None
         assert await asyncio.to_thread(main, ["status", "--url", proxy.url]) == 1
-        assert "answers 403; is a key missing?" in capfd.readouterr().err
+        assert "answers 403: this key is for data, and an admin key is needed" in capfd.readouterr().err
         assert await asyncio.to_thread(main, ["status", "--url", proxy.url, "--key", ADMIN_KEY]) == 0
 
 
@@ -508,7 +508,7 @@ async def test_every_post_that_can_generate_takes_a_lease(way: str, replica: Fak
         answer = await call(proxy.url, "POST", target, *headers, body=body)
         assert (answer.status, answer.header("X-Hold-Ms")) == (200, "0")
         assert proxy.runtime.outcome_counts["finished"] == 1
-        is_read = way.startswith(("byte", "UTF", "slash", "two", "small"))
+        is_read = way.startswith(("byte", "UTF", "slash", "two", "small", "gzip"))
         assert [program.program_id for program in proxy.runtime.scheduler.programs.values()] == (
             ["p"] if is_read else []
         )
@@ -675,6 +675,18 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_sent(replica: FakeR
                 wire.send_raw(chunk(b" " * 100))
             refused = await wire.answer()
             assert (refused.status, refused.error["code"]) == (413, "body_too_large")
+        assert not replica.calls
+
+
+@pytest.mark.parametrize("path", [CHAT, "/programs/release", "/tokenize", "/leases"])
+@pytest.mark.parametrize("wrong", [b"zz\r\n", b"2\r\nabcd\r\n", b"-1\r\n\r\n", b"f" * 17 + b"\r\n"])
+async def test_a_bad_chunk_is_refused_at_once_on_each_path(wrong: bytes, path: str, replica: FakeReplica) -> None:
+    """Not when the time of the body is over."""
+    async with running_proxy(replica.url, body_timeout_s=60.0) as proxy, Wire.open(proxy.url) as wire:
+        head = head_bytes(f"POST {path} HTTP/1.1", [("Host", "127.0.0.1"), ("Transfer-Encoding", "chunked")])
+        wire.send_raw(head + b"2\r\n{}\r\n" + wrong)
+        async with asyncio.timeout(10):
+            assert (await wire.head()).status == 400
         assert not replica.calls
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.integration.measuring import MeasuredProxy, measured_proxy
+from tests.integration.measuring import MeasuredProxy, measured_command, measured_proxy
 from tests.integration.support import (
     CHAT,
     FakeReplica,
@@ -18,6 +18,7 @@ from tests.integration.support import (
     event,
     fake_replica,
     get,
+    metric,
     post,
     streams,
     writes,
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 MOST_S = 0.1
 MOST_RATIO = 4
 SIZE_BYTES = 24 * 2**20
-BESIDE_BYTES = 48 * 2**20
-"""What the first turn, polls and the event log take beside, and what the allocator keeps."""
+BESIDE_BYTES = 4 * 2**20
+"""What polls, the event log and the many small things of turns take beside. Bodies here are six times as large."""
 
 
 def within(body: bytes, piece: bytes, end: bytes) -> bytes:
@@ -99,6 +100,38 @@ async def test_each_route_of_ours_refuses_what_is_large() -> None:
             assert (await post(proxy.url, path, ids)).status in ((413, 404) if path == "/keys" else (413,)), path
 
 
+async def test_through_a_gateway_what_is_large_is_refused_as_fast_and_stops_no_process() -> None:
+    """It never reaches the scheduler, which goes on to lead: other turns run meanwhile."""
+    listen = ("--listen", "127.0.0.1:0", "--poll-interval-s", "0.05")
+    ids = json.dumps({"program_ids": [f"p{number}" for number in range(5_000_000)]}).encode()
+    assert len(ids) > 55 * 10**6
+    async with (
+        fake_replica(capacity_tokens=10**8) as replica,
+        measured_command("scheduler", *listen, "--backends", replica.url) as leader,
+        measured_command("gateway", "--port", "0", "--schedulers", leader.url) as gateway,
+    ):
+        async with asyncio.timeout(60):
+            while (await get(gateway.url, "/ready")).status != 200:
+                await asyncio.sleep(0.02)
+        body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+        assert (await post(gateway.url, CHAT, {**body, "program_id": "first"})).status == 200
+        epoch = (await get(leader.url, "/internal/leader")).json()["epoch"]
+        for each in (leader, gateway):
+            await each.look()
+        for path in ("/programs/release", "/sessions/batch_delete"):
+            refusing = asyncio.create_task(post(gateway.url, path, ids))
+            turns = [await post(gateway.url, CHAT, {**body, "program_id": f"{path}{number}"}) for number in range(20)]
+            assert {each.status for each in turns} == {200}
+            refused = await refusing
+            assert (refused.status, refused.error["code"]) == (413, "body_too_large")
+            for name, each in (("scheduler", leader), ("gateway", gateway)):
+                await checked(each, 2**20, f"{path}, {name}")
+        said = (await get(leader.url, "/internal/leader")).json()
+        assert (said["role"], said["epoch"]) == ("leader", epoch)
+        assert await metric(gateway.url, "gateway_links_total") == 1
+        assert await metric(gateway.url, "fail_open_turns_total") == 0
+
+
 async def test_as_many_ids_as_fit_are_released_in_slices() -> None:
     ids = [f"p{number}" for number in range(9_000)]
     async with fake_replica(capacity_tokens=10**8) as replica, measured_proxy(replica.url) as proxy:
@@ -117,6 +150,9 @@ ANSWERS: dict[str, Callable[[], bytes]] = {
     "texts": lambda: within(b'{"tool_calls":0,"choices":[{"message":{"content":[0', b',"ab"', b"]}}]}"),
     "escapes": lambda: within(b'{"tool_calls":0,"choices":[{"message":{"content":"```', rb"\"", b'"}}]}'),
     "members": lambda: within(b'{"usage":{"prompt_tokens":7', b',"b":0', b"}}"),
+    "an error beside lists": lambda: within(b'{"error":0,"choices":[0', b",[]", b"]}"),
+    "an error of members": lambda: within(b'{"error":{"a":0', b',"b":0', b"}}"),
+    "a list of errors": lambda: within(b'[{"error":0}', b",{}", b"]"),
     "no JSON": lambda: within(b"[", b"[", b""),
     "items": lambda: within(b'{"output":[{"type":"message"}', b',{"a":[]}', b"]}"),
 }
@@ -156,6 +192,20 @@ async def test_a_stream_of_one_large_piece_stops_nobody() -> None:
         body = {"model": "m", "stream": True, "messages": [{"role": "user", "content": "x"}]}
         assert (await post(proxy.url, CHAT, body)).status == 200
         await checked(proxy, len(piece), "100,000 events at once")
+
+
+@pytest.mark.parametrize("said", [b'{"error":0,"choices":[0%b]}', b'{"choices":[{}%b],"error":{}}', b'[{"error":0}%b]'])
+async def test_one_large_event_of_a_stream_stops_nobody(said: bytes) -> None:
+    size_bytes = 12 * 2**20
+    data = b"data: " + said % (b",[]" * (size_bytes // 3)) + b"\n\n"
+    async with (
+        fake_replica(streams(data, b"data: [DONE]\n\n"), capacity_tokens=10**8) as replica,
+        measured_proxy(replica.url) as proxy,
+    ):
+        body = {"model": "m", "stream": True, "messages": [{"role": "user", "content": "x"}]}
+        answer = await post(proxy.url, CHAT, body)
+        assert data in answer.body
+        await checked(proxy, len(data), "a large event")
 
 
 async def test_an_answer_without_end_to_a_held_stream_is_cut() -> None:

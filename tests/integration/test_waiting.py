@@ -386,9 +386,9 @@ async def test_a_parent_that_waits_for_five_programs_of_its_own_is_no_deadlock(e
             for _ in range(3):
                 children = [post(proxy.url, CHAT, turn(f"child-{n}", max_tokens=4), parent) for n in range(5)]
                 assert {answer.status for answer in await asyncio.gather(*children)} == {200}
+            report = (await get(proxy.url, "/programs/child-0")).json()
+            assert (report["parent_id"], report["turn_count"]) == ("parent", 3)
             assert (await ask(proxy.url, "parent", max_tokens=4)).status == 200
-        report = (await get(proxy.url, "/programs/child-0")).json()
-        assert (report["parent_id"], report["turn_count"]) == ("parent", 3)
 
 
 # --- heartbeats

@@ -141,7 +141,12 @@ async def test_who_speaks_faster_than_is_read_waits() -> None:
 
 async def test_a_refusal_is_the_engines_and_other_paths_change_no_protocol() -> None:
     async with engine() as behind, running_proxy(behind.url) as proxy:
-        for path, status in ((REALTIME + "?model=none", 404), ("/version", 404), ("/v1/chat/completions", 404)):
+        for path, status in (
+            (REALTIME + "?model=none", 404),
+            ("/version", 404),
+            ("/v1/chat/completions", 426),
+            ("/v1/responses", 426),
+        ):
             with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
                 async with talking(proxy.url, path):
                     raise AssertionError(path)

@@ -61,10 +61,12 @@ from thunderagent.programs.model.fleet_events import (
     SandboxFailed,
     SandboxReady,
     TierPolled,
+    TurnLimited,
 )
 from thunderagent.programs.model.policy import HINT_RATIO
 from thunderagent.programs.model.records.kept import BranchRecord, ProgramRecord, ProgramsAdopted
 from thunderagent.programs.model.records.learned import CapacityRecord
+from thunderagent.programs.model.records.limits import ProgramLimits
 from thunderagent.programs.model.records.signals import GpuEnd, GpuSubmit, Signal, ToolNum
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.scheduler import Scheduler
@@ -318,6 +320,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if model in self.serving:
             self.asked[turn_id] = model
             self.send(ModelAsked(self.now_s, turn_id, model))
+        if program_id is not None and turn_id % 5 == 0:
+            limits = ProgramLimits(6, 4000, 600.0, 20.0 + turn_id % 7, turns=3, ends=turn_id % 2 == 0)
+            self.send(TurnLimited(self.now_s, turn_id, limits))
         self.send(
             TurnArrived(
                 self.now_s,
@@ -384,7 +389,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             tool_runs=tool_runs,
             turn_count=1,
         )
-        known = program_id in self.scheduler.programs or program_id in self.scheduler.hopeless_ids
+        known = program_id in self.scheduler.programs or program_id in self.scheduler.refused_ids
         self.send(ProgramsAdopted(self.now_s, replica_id, (record, record)))
         program = self.scheduler.programs.get(program_id)
         replica = self.scheduler.replicas.get(replica_id)
@@ -478,7 +483,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(program_id=PROGRAMS.filter(bool), outcome=st.sampled_from(["success", "failure", "?"]))
     def program_ends_with_an_outcome(self, program_id: str, outcome: str) -> None:
         self.send(ProgramReleased(self.now_s, program_id, None, outcome))
-        assert program_id not in self.scheduler.hopeless_ids
+        assert program_id not in self.scheduler.refused_ids
 
     @rule(
         program_id=PROGRAMS.filter(bool),
@@ -496,7 +501,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.send(ProgramJudged(self.now_s, program_id, generation, turn_count, succeeds, confidence))
         if program is None or late:
             assert self.scheduler.knowledge.judge_record.level_counts == level_counts, "a verdict on nobody was taken"
-        elif program_id in self.scheduler.hopeless_ids:
+        elif program_id in self.scheduler.refused_ids:
             assert self.scheduler.programs.get(program_id) is None
         else:
             assert program.level is not None
@@ -652,7 +657,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_judged_makes_sense(self) -> None:
         for program in self.scheduler.programs.values():
-            assert program.program_id not in self.scheduler.hopeless_ids
+            assert program.program_id not in self.scheduler.refused_ids
             assert (program.level is None) == (not program.verdicts.last)
             assert [each.turn_count for each in program.verdicts.last] == sorted(
                 each.turn_count for each in program.verdicts.last
@@ -660,7 +665,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.scheduler.settings.fair_tenants:  # tenants come first there
             return
         queue = self.scheduler.queue.waiting.order
-        ranks = [(program.priority, self.scheduler.policy.restore_rank(program)) for program in queue]
+        rank, ranks = self.scheduler.policy.restore_rank, []
+        for program in queue:
+            is_urgent = program.urgent_until_s < inf  # it would miss its deadline
+            assert not is_urgent or program.held
+            ranks.append((program.priority, not is_urgent, program.urgent_until_s if is_urgent else rank(program)))
         assert ranks == sorted(ranks), f"queued as it was: {list(queue)}"
 
     @invariant()

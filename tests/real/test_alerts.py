@@ -64,6 +64,7 @@ def holds(name: str, *, within_1_s: float, within_60_s: float, within_300_s: flo
 
 UP = [series("thunderagent_replica_up", replica=replica) for replica in ("a", "b")]
 UNKNOWN = [series("thunderagent_capacity_unknown", replica=replica) for replica in ("a", "b")]
+UNCACHED = series("thunderagent_prefix_caching_off", replica="b")
 ENDED = {
     each: series("thunderagent_turns_total", outcome=each) for each in ("finished", "failed", "refused", "rejected")
 }
@@ -136,6 +137,7 @@ CASES: dict[str, tuple[dict[str, str], set[str]]] = {
         {**WELL, UNKNOWN[1]: steady(1), UP[1]: steady(0)},
         {"ThunderAgentReplicaDown"},
     ),
+    "prefix caching off": ({**WELL, UNCACHED: steady(1)}, {"ThunderAgentPrefixCachingOff"}),
     "turns rejected": ({**WELL, ENDED["rejected"]: rising(1)}, {"ThunderAgentTurnsRejected"}),
     "turns fail": ({**WELL, ENDED["failed"]: rising(5)}, {"ThunderAgentTurnsFail"}),
     "nothing granted": ({**WELL, **STOPPED}, {"ThunderAgentNothingIsGranted"}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -146,3 +147,52 @@ async def test_what_a_real_engine_cannot_do_is_said(proxy: Server) -> None:
         version = await client.post(f"{proxy.url}/update_weight_version", json={"new_version": "step-3"})
         assert version.json() == {"success": True, "new_version": "step-3"}
         assert {report["weight_version"] for report in await replicas(client, proxy.url)} == {"step-3"}
+
+
+@pytest.mark.parametrize(
+    ("call", "undo", "cause"),
+    [("/sleep?level=1", "/wake_up", "sleep"), ("/pause?mode=wait", "/resume", "pause")],
+    ids=["sleep", "pause"],
+)
+async def test_no_turn_runs_into_a_command_whose_caller_leaves(
+    engine: RealEngine, proxy_of_one: Server, call: str, undo: str, cause: str
+) -> None:
+    """The trainer gives up under load; the engine does what it was told, and turns wait until that is undone."""
+    async with httpx2.AsyncClient(timeout=60) as client:
+        answered: list[tuple[int, str]] = []
+        over = asyncio.Event()
+
+        async def rollout(number: int) -> None:
+            for turn in range(1000):
+                if over.is_set():
+                    return
+                body = {**completion(tokens_in(10 * number + turn, 64), 8), "program_id": f"rollout-{number}"}
+                answer = await client.post(f"{proxy_of_one.url}{COMPLETIONS}", json=body)
+                choices = answer.json().get("choices") or [{}]
+                answered.append((answer.status_code, str(choices[0].get("finish_reason"))))
+
+        rollouts = [asyncio.create_task(rollout(number)) for number in range(4)]
+        await until(lambda: asyncio.sleep(0, len(answered) >= 8))
+        with pytest.raises(httpx2.TimeoutException):
+            await client.post(f"{proxy_of_one.url}{call}", timeout=httpx2.Timeout(60, read=0.001))
+
+        async def is_quiet() -> bool:
+            queue = (await client.get(f"{proxy_of_one.url}/queue")).json()
+            runs = (await metrics(client, engine.url))["vllm:num_requests_running"]
+            return runs == 0 and bool(queue["turns_held_count"]) and cause in await suspended_for(client, proxy_of_one)
+
+        await until(is_quiet)
+        ran_count = len(answered)
+        await asyncio.sleep(PAUSE_S)
+        assert len(answered) == ran_count
+        assert [cause] == await suspended_for(client, proxy_of_one)
+        assert (await client.post(f"{proxy_of_one.url}{undo}")).status_code == 200
+        await until(lambda: asyncio.sleep(0, len(answered) >= ran_count + 8))
+        over.set()
+        await asyncio.gather(*rollouts)
+        ends = Counter(answered)
+        assert ends.pop((200, "abort"), 0) <= 4, "what was in flight is aborted by a sleep"
+        assert set(ends) <= {(200, "length"), (200, "stop")}
+        programs = (await client.get(f"{proxy_of_one.url}/programs")).json()["programs"]
+        assert {program["verdict"] for program in programs} <= {"ok", "aborted_by_trainer"}
+        await client.post(f"{proxy_of_one.url}/programs/release", json={"all": True})

@@ -1,6 +1,6 @@
 """Run the unchanged code of each page of docs/integrations, in an environment with its packages: it is one program.
 
-The clients of these pages also run with the embedded engine, which generates and caches, but calls no tool.
+The clients of these pages also run with the embedded engine, which generates, caches, and calls tools by a plan.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ from openai import OpenAI
 messages = [{"role": "user", "content": LONG}]
 with OpenAI(base_url=f"{PROXY}/v1", api_key="none") as client:
     for number in range(4):
-        asked = {"model": "simulated", "messages": messages, "max_tokens": 12, "tools": [TOOL]}
+        asked = {"model": "simulated", "messages": messages, "max_tokens": 12, "tools": [TOOL], "tool_choice": "none"}
         asked |= {"extra_headers": NAMED} if number % 2 else {"extra_body": {"program_id": "task-1"}}
         if number < 2:
             text = client.chat.completions.create(**asked).choices[0].message.content
@@ -281,7 +281,7 @@ with OpenAI(base_url=f"{PROXY}/v1", api_key="none", default_headers=NAMED) as cl
     for number in range(4):
         asked = {"model": "simulated", "input": "go on" if last else LONG, "max_output_tokens": 12}
         asked |= {"previous_response_id": last.id} if last else {}
-        asked |= {"tools": [{"type": "function", "strict": None, **TOOL["function"]}]}
+        asked |= {"tools": [{"type": "function", "strict": None, **TOOL["function"]}], "tool_choice": "none"}
         if number < 2:
             last = client.responses.create(**asked)
         else:
@@ -299,6 +299,7 @@ with Anthropic(base_url=PROXY, api_key="none", default_headers=NAMED) as client:
     for number in range(4):
         asked = {"model": "simulated", "messages": messages, "tools": [tool]}
         assert client.messages.count_tokens(**asked).input_tokens > 0
+        asked["tool_choice"] = {"type": "none"}
         if number < 2:
             text = client.messages.create(**asked, max_tokens=12).content[0].text
         else:
@@ -313,7 +314,7 @@ import litellm
 messages = [{"role": "user", "content": LONG}]
 for number in range(4):
     asked = {"model": "hosted_vllm/simulated", "api_base": f"{PROXY}/v1", "api_key": "none", "max_tokens": 12}
-    asked |= {"messages": messages, "tools": [TOOL]}
+    asked |= {"messages": messages, "tools": [TOOL], "tool_choice": "none"}
     asked |= {"extra_headers": NAMED} if number % 2 else {"extra_body": {"program_id": "task-1"}}
     if number < 2:
         answer = litellm.completion(**asked)
@@ -336,6 +337,7 @@ weather.__doc__ = "Tell the weather in a city."
 
 
 base = {"base_url": f"{PROXY}/v1", "api_key": "none", "model": "simulated", "max_tokens": 12}
+base["model_kwargs"] = {"tool_choice": "none"}
 messages = [("user", LONG)]
 for more in ({"default_headers": NAMED}, {"extra_body": {"program_id": "task-1"}}):
     agent = create_agent(ChatOpenAI(**base, **more), tools=[weather])
@@ -366,7 +368,7 @@ async def run() -> None:
         model = OpenAIChatCompletionsModel(model="simulated", openai_client=client)
         for named in ({"extra_headers": NAMED}, {"extra_body": {"program_id": "task-1"}}):
             agent = Agent(name="forecaster", tools=[weather], model=model,
-                          model_settings=ModelSettings(max_tokens=12, **named))
+                          model_settings=ModelSettings(max_tokens=12, tool_choice="none", **named))
             result = await Runner.run(agent, history)
             assert result.final_output
             history = [*result.to_input_list(), {"role": "user", "content": "go on"}]
@@ -401,3 +403,99 @@ async def test_a_conversation_with_an_engine_is_one_program(python: Path, name: 
         assert len(proxy.runtime.scheduler.programs) == 0
         generations = (await metrics_of(engine_url))["vllm:request_success_total"]
         assert sum(generations.values()) == CONVERSATION_TURNS
+
+
+LOOPS = {
+    "langgraph": """
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+from langgraph.graph import START, MessagesState, StateGraph
+from langgraph.prebuilt import ToolNode, tools_condition
+
+weather, population = (tool(each) for each in (weather, population))
+model = ChatOpenAI(base_url=f"{PROXY}/p/task-1/v1", api_key="none", model="simulated")
+able = model.bind_tools([weather, population])
+graph = StateGraph(MessagesState)
+graph.add_node("model", lambda state: {"messages": [able.invoke(state["messages"])]})
+graph.add_node("tools", ToolNode([weather, population]))
+graph.add_edge(START, "model")
+graph.add_conditional_edges("model", tools_condition)
+graph.add_edge("tools", "model")
+messages = graph.compile().invoke({"messages": [("user", LONG)]})["messages"]
+assert messages[-1].text and not messages[-1].tool_calls
+""",
+    "openai agents": """
+import asyncio
+
+from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+from openai import AsyncOpenAI
+
+set_tracing_disabled(True)
+
+
+async def run() -> None:
+    async with AsyncOpenAI(base_url=f"{PROXY}/p/task-1/v1", api_key="none") as client:
+        model = OpenAIChatCompletionsModel(model="simulated", openai_client=client)
+        tools = [function_tool(each) for each in (weather, population)]
+        result = await Runner.run(Agent(name="traveller", tools=tools, model=model), LONG)
+        assert result.final_output
+
+
+asyncio.run(run())
+""",
+    "openai agents with responses": """
+import asyncio
+
+from agents import Agent, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
+from openai import AsyncOpenAI
+
+set_tracing_disabled(True)
+
+
+async def run() -> None:
+    async with AsyncOpenAI(base_url=f"{PROXY}/p/task-1/v1", api_key="none") as client:
+        model = OpenAIResponsesModel(model="simulated", openai_client=client)
+        tools = [function_tool(each) for each in (weather, population)]
+        result = Runner.run_streamed(Agent(name="traveller", tools=tools, model=model), LONG)
+        async for _ in result.stream_events():
+            pass
+        assert result.final_output
+
+
+asyncio.run(run())
+""",
+}
+LOOP_TOOLS = '''
+done = []
+
+
+def weather(city: str) -> str:
+    """Tell the weather in a city."""
+    done.append("weather")
+    return f"sunny in {city}"
+
+
+def population(city: str, year: int) -> str:
+    """Tell how many people lived in a city."""
+    done.append("population")
+    return f"{year + 2_000_000} in {city}"
+
+'''
+
+
+@pytest.mark.parametrize("name", LOOPS)
+async def test_an_agent_loop_with_two_tools_ends_on_simulated_engines(python: Path, name: str) -> None:
+    """Call, result, call, result, words: three turns of one program, whose tools ran, and whose release is seen."""
+    config = ServerConfig(EngineConfig(kv_tokens=64_000, timing=profile("instant")), port=0, grace_s=0)
+    async with running(config) as one, running(config) as other, running_proxy(one, other) as proxy:
+        seen = Seen(output_tokens=None)
+        proxy.runtime.observe(seen)
+        script = f"PROXY = {proxy.url!r}\n{BEFORE}{LOOP_TOOLS}{LOOPS[name]}\nprint(json.dumps(done)){AFTER}"
+        called, programs, released = map(json.loads, (await run_script(python, script)).splitlines()[-3:])
+        assert called == ["weather", "population"]
+        assert [(program["program_id"], program["turn_count"]) for program in programs] == [("task-1", 3)]
+        assert seen.arrived == ["task-1"] * 3
+        assert seen.tools == ["weather", "population", ""]
+        assert released["released"] is True
+        assert seen.released == ["task-1"]
+        assert len(proxy.runtime.scheduler.programs) == 0

@@ -440,6 +440,46 @@ async def test_a_pause_and_new_weights_are_observed(client: httpx2.AsyncClient, 
     await until(lambda: is_suspended(False))
 
 
+@pytest.mark.timeout(300)
+async def test_new_weights_reach_two_engines_under_load(engine: RealEngine, run_proxy: RunProxy) -> None:
+    """A trainer talks to the proxy alone; no turn runs between the first and the last call of an update."""
+    async with (
+        RealEngine(config()) as other,
+        run_proxy((engine, other)) as proxy,
+        httpx2.AsyncClient(base_url=proxy.url, timeout=120) as client,
+    ):
+        ends: list[tuple[int, str]] = []
+        over = asyncio.Event()
+
+        async def rollout(number: int) -> None:
+            for turn in range(1000):
+                if over.is_set():
+                    return
+                answer = await client.post(COMPLETIONS, json=completion(PROMPT, 4, program_id=f"rollout-{number}"))
+                ends.append((turn, str((answer.json().get("choices") or [{}])[0].get("finish_reason"))))
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(4):
+                group.create_task(rollout(number))
+            await until(lambda: asyncio.sleep(0, len(ends) >= 8))
+            info = (await httpx2.AsyncClient().get(f"{engine.url}/model_info")).json()
+            update = {"model_path": info["model_path"], "weight_version": "step-1"}
+            calls: list[tuple[str, Json]] = [("/pause_generation", {"mode": "retract"})]
+            calls += [("/begin_weight_update", {}), ("/update_weights_from_disk", update), ("/end_weight_update", {})]
+            for path, body in [*calls, ("/continue_generation", {})]:
+                answer = await client.post(path, json=body)
+                assert answer.status_code == 200, (path, answer.text)
+                replies = answer.headers["X-Engine-Control-Replies"]
+                assert replies.count("=200") == 2, (path, replies)
+            ended_count = len(ends)
+            await until(lambda: asyncio.sleep(0, len(ends) >= ended_count + 8))
+            over.set()
+        assert {reason for _, reason in ends} <= {"length", "stop"}
+        for each in (engine, other):
+            async with httpx2.AsyncClient() as direct:
+                assert (await direct.get(f"{each.url}/model_info")).json()["weight_version"] == "step-1"
+
+
 async def test_its_loads_count_what_runs_and_what_is_held(
     engine: RealEngine, client: httpx2.AsyncClient, direct: httpx2.AsyncClient
 ) -> None:

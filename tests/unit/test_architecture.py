@@ -113,7 +113,7 @@ ARROWS: dict[str, frozenset[str]] = {
     "compilation": frozenset(),
     "log_lines": frozenset(),
     # A client of an engine, which it knows only by its answers.
-    "calibrate": frozenset({"errors", "simulator"}),
+    "calibrate": frozenset({"bounded", "errors", "simulator"}),
     # Built once by the command line and passed down in slices: no other module may import it.
     "config": frozenset({"errors", "faults", "backends", "tools"}),
     "provision": frozenset({"errors", "programs", "backends", "tools"}),
@@ -264,10 +264,10 @@ SERVING_ARROWS: dict[str, frozenset[str]] = {
 
 # The commands, and the reader of the line.
 CLI_ARROWS: dict[str, frozenset[str]] = {
-    **dict.fromkeys(("key", "log_output", "logs", "status"), frozenset()),
+    **dict.fromkeys(("completion", "key", "log_output", "logs", "status"), frozenset()),
     "handover": frozenset({"status"}),
     "serve": frozenset({"log_output"}),
-    "command_line": frozenset({"log_output", "logs", "serve", "status"}),
+    "command_line": frozenset({"completion", "log_output", "logs", "serve", "status"}),
 }
 
 HOUSES = {

@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import re
+import shlex
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,10 +20,12 @@ from structlog.testing import capture_logs
 
 from tests.loopback import on_loopback
 from thunderagent import __version__
+from thunderagent.calibrate import client as calibrate_client
 from thunderagent.cli import build_parser, main, status
-from thunderagent.cli.serve import FILE_FIELDS, LIST_FIELDS, _options_as_given
+from thunderagent.cli.serve import FILE_FIELDS, LIST_FIELDS, ROLES, _options_as_given
 from thunderagent.compilation import build_kind
 from thunderagent.config import ServeConfig
+from thunderagent.doctor.asking import proxy_url
 from thunderagent.doctor.findings import fault, show
 from thunderagent.serving.building import build_runtime
 from thunderagent.simulator.workloads.formats import load_recorded
@@ -75,11 +81,109 @@ def test_help_teaches(command: tuple[str, ...], taught: list[str], capsys: pytes
 
 def test_every_field_of_the_configuration_is_an_option_with_its_variable(capsys: pytest.CaptureFixture[str]) -> None:
     """--help shows every setting."""
-    exit_status("serve", "--help")
+    exit_status("scheduler", "--help-all")
+    exit_status("gateway", "--help-all")
+    exit_status("serve", "--help-all")
     out = "".join(capsys.readouterr().out.split())
     for name in ServeConfig.model_fields.keys() - FILE_FIELDS:
         assert f"[THUNDERAGENT_{name.upper()}]" in out
         assert f"--{LIST_FIELDS.get(name, name.replace('_', '-'))}" in out
+
+
+@pytest.mark.parametrize("command", ROLES)
+def test_help_is_one_screen_and_names_the_sections(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The rest is asked for, by section, by a word, or in whole."""
+    assert exit_status(command, "--help") == 0
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) <= 55
+    for section in re.findall(r"^  (\w+) +[A-Z].*: \d+ options?$", out, re.MULTILINE):
+        assert exit_status(command, "--help", section) == 0
+        assert "[THUNDERAGENT_" in capsys.readouterr().out
+    assert exit_status(command, "-h", "grace") == 0
+    out = capsys.readouterr().out
+    assert "--grace-s" in out
+    assert "--port" not in out
+
+
+def test_help_on_what_is_not_there_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is refused as a wrong option is."""
+    assert exit_status("serve", "--help", "timouts") == 2
+    assert "no section and no option 'timouts'; did you mean timeouts?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "listed", "unlisted"),
+    [
+        ("serve", ["--gateways", "--gateway-lost-s", "--judge-url", "--sandboxes"], ["--store", "--scheduler-key"]),
+        ("scheduler", ["--store", "--lock-s", "--policy"], ["--gateways", "--scheduler-key", "--judge-url", "--warm"]),
+        (
+            "gateway",
+            ["--schedulers", "--retries-count"],
+            ["--store", "--provision", "--embedded-engines", "--sandboxes"],
+        ),
+        ("picker", ["--schedulers", "--picker-port", "--policy"], ["--store", "--gateways"]),
+    ],
+)
+def test_a_command_lists_the_options_that_apply_to_it(
+    command: str, listed: list[str], unlisted: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It takes the others, since processes of a cell may share a configuration."""
+    assert exit_status(command, "--help-all") == 0
+    options = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+    assert set(listed) <= options
+    assert not set(unlisted) & options
+    build_parser().parse_args([command, "--store", "redis://here:6379/0"])
+
+
+def test_a_shell_completes_commands_options_and_values(capsys: pytest.CaptureFixture[str]) -> None:
+    """The script of bash is run as bash would, when it asks."""
+    assert exit_status("completion", "bash") == 0
+    script = capsys.readouterr().out
+
+    def completed(*words: str) -> list[str]:
+        line = " ".join(map(shlex.quote, words))
+        asks = f"COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _thunderagent; echo ${{COMPREPLY[@]}}"
+        run = subprocess.run(["bash", "-c", f"{script}\n{asks}"], capture_output=True, text=True, check=True)
+        return run.stdout.split()
+
+    assert completed("thunderagent", "sta") == ["status"]
+    assert completed("thunderagent", "nova", "s") == ["serve"]
+    assert completed("thunderagent", "top", "--so") == ["--sort"]
+    assert completed("thunderagent", "serve", "--port", "1", "--log-le") == ["--log-level"]
+    assert completed("thunderagent", "serve", "--log-level", "de") == ["debug"]
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_get_a_script_too(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has every command."""
+    assert exit_status("completion", shell) == 0
+    script = capsys.readouterr().out
+    assert all(name in script for name in ("serve", "doctor", "workflow", "log-level"))
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=script, text=True, check=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "url"),
+    [
+        ("10.0.0.1:80", "http://10.0.0.1:80"),
+        ("proxy.example", "http://proxy.example"),
+        (":8300", "http://127.0.0.1:8300"),
+        ("[::1]:8300", "http://[::1]:8300"),
+        ("https://proxy.example/", "https://proxy.example"),
+        ("http://proxy.example:1/v1", "http://proxy.example:1"),
+        (None, "http://127.0.0.1:8300"),
+    ],
+)
+def test_the_address_of_a_proxy_may_be_short(given: str | None, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes from the option, from the environment, or is this machine's."""
+    monkeypatch.delenv("THUNDERAGENT_PROXY", raising=False)
+    assert proxy_url(given) == url
+    if given is not None:
+        monkeypatch.setenv("THUNDERAGENT_PROXY", given)
+        assert proxy_url(None) == url
+        assert proxy_url("other:1") == "http://other:1"
+        assert proxy_url(None, 9) == "http://127.0.0.1:9"
 
 
 def test_an_option_that_was_not_given_says_nothing() -> None:
@@ -113,6 +217,20 @@ def test_an_option_that_is_true_or_false_may_stand_alone(argv: list[str], said: 
         ([], "the following arguments are required: COMMAND"),
         (["sreve"], "invalid choice: 'sreve'"),
         (["serve", "--no-such-option"], "unrecognized arguments: --no-such-option"),
+        (["serve", "--polcy", "cap"], "--polcy cap; did you mean --policy?; see thunderagent serve --help"),
+        (["top", "--sortt=id"], "did you mean --sort?; see thunderagent top --help"),
+        (["nova", "serve", "--model", "m", "--prot", "1"], "did you mean --port?; see thunderagent nova serve --help"),
+        (["sreve"], "; did you mean serve?"),
+        (["top", "--sort", "turn"], "; did you mean turns?"),
+        (["serve", "--backends", ""], "backends is given and names no replica"),
+        (["serve", "--backends", " , "], "backends is given and names no replica"),
+        (["serve", "--kubernetes-replicas", ""], "kubernetes_replicas is given and names no replica"),
+        (["doctor", "--backends", ""], "backends is given and names no replica"),
+        (["status", "--url", ""], "--url: it is empty"),
+        (["status", "--url", "ftp://here"], "--url: 'ftp://here' is not a URL"),
+        (["top", "--url", "here:80:90"], "--url: 'here:80:90' is not a URL"),
+        (["handover", "--url", "http://"], "is not a URL, as http://HOST:PORT or HOST:PORT"),
+        (["completion", "tcsh"], "invalid choice: 'tcsh'"),
         (["serve", "--port", "x"], "error: port: Input should be a valid integer"),
         (["serve", "--tick-s", "0"], "error: tick_s: Input should be greater than 0"),
         (["serve", "--backends", "here:80"], "'here:80' is not an http or https URL"),
@@ -202,12 +320,13 @@ async def test_a_server_of_another_kind_is_told_of(
     assert capsys.readouterr().err.startswith(f"thunderagent: error: {says} answers at {url}: what it sends {why}")
 
 
-@pytest.mark.parametrize("command", ["status", "top"])
+@pytest.mark.parametrize("command", ["status", "top", "handover", "calibrate --out none.toml"])
 async def test_an_answer_without_end_is_not_read_to_its_end(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever listens there does not decide how much memory the command takes."""
-    monkeypatch.setattr(status, "MAX_ANSWER_BYTES", 100_000)
+    for module in (status, calibrate_client):
+        monkeypatch.setattr(module, "MAX_ANSWER_BYTES", 100_000)
 
     async def endless(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
@@ -220,7 +339,7 @@ async def test_an_answer_without_end_is_not_read_to_its_end(
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", endless)
     async with on_loopback(app) as url:
-        assert await asyncio.to_thread(exit_status, command, "--url", url) == 1
+        assert await asyncio.to_thread(exit_status, *command.split(), "--url", url) == 1
     assert "sent more than 100000 bytes" in capsys.readouterr().err
 
 
@@ -267,3 +386,22 @@ def test_a_log_is_recorded_into_a_new_file(tmp_path: Path, capsys: pytest.Captur
     assert said.startswith(f"{out}: {len(trace.programs)} programs, {sum(len(p.turns) for p in trace.programs)} turns;")
     assert exit_status("record", str(log), "--out", str(out)) == 2
     assert capsys.readouterr().err == f"thunderagent: error: {out}: File exists\n"
+
+
+def test_what_is_held_now_counts_as_held() -> None:
+    """A turn that has waited for 49 s was not held for 0.0 s."""
+    program = {
+        "program_id": "p",
+        "pool": "",
+        "status": "paused",
+        "phase": "reasoning",
+        "marked": False,
+        "replica_id": None,
+        "claim_tokens": 10,
+        "turn_count": 1,
+        "age_s": 60.0,
+        "held_s_total": 1.5,
+    }
+    for held_for_s, told in ((49.2, "50.7"), (None, "1.5")):
+        page = {"total": 1, "programs": [program | {"held_for_s": held_for_s}]}
+        assert list(status._program_table(page).columns[-1].cells) == [told]

@@ -134,10 +134,12 @@ def test_a_wrong_value_of_the_environment_or_the_file_names_its_field_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The source does not matter; an unknown name in the file counts as a typing error."""
-    with pytest.raises(ConfigurationError, match="polcy: "):
+    with pytest.raises(
+        ConfigurationError, match=r"thunderagent\.toml, line 1: polcy: there is no such key; did you mean policy\?"
+    ):
         ServeConfig.load(toml(tmp_path, 'polcy = "cap"\n'))
     monkeypatch.setenv("THUNDERAGENT_PORT", "many")
-    with pytest.raises(ConfigurationError, match="port: "):
+    with pytest.raises(ConfigurationError, match="THUNDERAGENT_PORT: "):
         ServeConfig.load()
 
 
@@ -249,3 +251,29 @@ def test_a_length_names_no_program() -> None:
     assert ServeConfig(program_headers=("X-Rollout",)).program_headers == ("X-Rollout",)
     with pytest.raises(ValidationError, match="names no program"):
         ServeConfig(program_headers=("X-Rollout", "content-length"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('port = 8300\nhosst = "x"\n', "line 2: hosst: there is no such key; did you mean host?"),
+        ('[sandbox_templates.py]\ndrivr = "docker"\n', "line 2: sandbox_templates.py.drivr: there is no such key; did"),
+        (
+            'a = {}\nsandbox_templates = {py = {imag = "u"}}\n',
+            "line 2: sandbox_templates.py.imag: there is no such key",
+        ),
+        ('host = "x"\n\nport = "eighty"\n', "line 3: port: Input should be a valid integer"),
+        ("port = 99999\n", "line 1: port: Input should be less than or equal to 65535"),
+        ('# port = 1\n"port" = -1\n', "line 2: port: Input should be greater than or equal to 0"),
+        ("api_keys = 5\n", "line 1: api_keys: give a list, or a text with commas"),
+        ('policy_args = "n"\n', "line 1: policy_args: 'n' is not name=value"),
+        ('[policy_args]\nn = "6"\nport = "1"\n[zzzz]\n', "line 4: zzzz: there is no such key"),
+        ("port = 1\nport = 2\n", "thunderagent.toml: Cannot overwrite a value"),
+    ],
+)
+def test_a_fault_in_the_file_names_it_with_its_line_and_key(tmp_path: Path, text: str, message: str) -> None:
+    """A key in a table is looked for behind the table's name; a comment is no key."""
+    with pytest.raises(ConfigurationError) as refused:
+        ServeConfig.load(toml(tmp_path, text))
+    assert message in refused.value.message
+    assert str(tmp_path / "thunderagent.toml") in refused.value.message

@@ -43,6 +43,9 @@ from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.events import ProgramReleased, Tick, TurnArrived, TurnFinished
 from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
 from thunderagent.programs.model.places import ALLOWED
+from thunderagent.programs.model.policy import Policy
+from thunderagent.programs.model.view import View
+from thunderagent.programs.model.views import AccountView, ProgramView, ReplicaView
 from thunderagent.programs.policies import PARTS, POLICIES
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.judge.prompt import DEFAULT_PROMPT
@@ -206,7 +209,19 @@ def test_every_framework_says_its_facts(name: str) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    ["autoscaling", "TTFT", "high availability", "failover", "rate limit", "load balancing", "KV cache", "prefix cach"],
+    [
+        "autoscaling",
+        "TTFT",
+        "high availability",
+        "failover",
+        "rate limit",
+        "load balancing",
+        "KV cache",
+        "prefix cach",
+        "TRL",
+        "OpenRLHF",
+        "16 replicas",
+    ],
 )
 def test_the_words_that_users_search_for_are_there(words: str) -> None:
     assert any(words.lower() in path.read_text().lower() for path in PAGES)
@@ -236,6 +251,16 @@ def test_every_command_and_option_is_in_the_command_line() -> None:
     )
     assert "<!-- generated: commands -->" in page("reference/cli.md")
     assert set(load_profiles()) == set(re.findall(r"^\| `([\w.-]+)` \|", profiles(), re.MULTILINE))
+
+
+def test_the_signatures_of_a_policy_and_its_view_are_listed() -> None:
+    """Every member, with what it takes and returns."""
+    shown_page = shown(DOCS / "how-to/write-a-policy.md")
+    for kind in (Policy, View, ProgramView, ReplicaView, AccountView):
+        members = [name for name in vars(kind) if not name.startswith("_")]
+        assert [name for name in members if f"| `{name}" not in shown_page] == []
+    assert "`hold_s(view: View, program: ProgramView) -> float`" in shown_page
+    assert "`now_s: float`" in shown_page
 
 
 def test_every_metric_of_nova_is_documented() -> None:

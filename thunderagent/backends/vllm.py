@@ -136,6 +136,7 @@ class VllmBackend:
             computed_tokens_total=_computed_tokens(samples),
             generated_tokens_total=_total(_first_known(samples, GENERATED)),
             iterations_total=_total(_first_known(samples, ITERATIONS)),
+            uncached_ranks_count=_uncached_ranks_count(samples.get(CACHE_CONFIG, ())),
             progress_total=_total([value for name in PROGRESS for value in _first_known(samples, (name,))]),
         )
 
@@ -196,6 +197,13 @@ def _capacity_tokens(samples: Iterable[Sample], ranks_count: int) -> int | None:
     # Before May 2026. vLLM counts the blocks of all its ranks, and reports that sum for each (its `core_client.py`).
     # Wrong for hybrid models, whose layer groups share the blocks, but the best available.
     return blocks_tokens // ranks_count or None
+
+
+def _uncached_ranks_count(samples: Iterable[Sample]) -> int | None:
+    """Return how many ranks have their prefix cache turned off; None if none says whether."""
+    by_rank = {each.labels.get("engine", ""): each.labels.get("enable_prefix_caching") for each in samples}
+    said = [word for word in by_rank.values() if word in ("True", "False")]
+    return said.count("False") if said else None
 
 
 def _tier_tokens(samples: Iterable[Sample]) -> int | None:

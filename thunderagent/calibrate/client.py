@@ -14,12 +14,16 @@ import aiohttp
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from thunderagent.bounded import BoundedBody, ExcessError
 from thunderagent.errors import CalibrationError, CalibrationRefusedError
 
 if TYPE_CHECKING:
     from prometheus_client.samples import Sample
 
 SEGMENT_TOKENS: Final = 4  # tokens may arrive in pairs: intervals are measured over some
+
+MAX_ANSWER_BYTES = 64 * 2**20
+"""No answer to a measurement, and no report of an engine, is larger."""
 
 _Body = TypeVar("_Body")
 
@@ -129,12 +133,16 @@ class EngineClient:
             }
         )
         arrivals: list[tuple[float, bytes]] = []  # read after the end: parsing takes time
+        come_bytes = 0
         sent_s = self.clock()
         async with self._request("POST", "/v1/completions", data=body) as response:
             try:
                 async for line in response.content:
+                    come_bytes += len(line)
+                    if come_bytes > MAX_ANSWER_BYTES:
+                        raise CalibrationError(f"{self._url}/v1/completions sent more than {MAX_ANSWER_BYTES} bytes")
                     if line.startswith(b"data:"):
-                        arrivals.append((self.clock(), line))  # noqa: PERF401 - the time of each
+                        arrivals.append((self.clock(), line))
             except ValueError as error:  # aiohttp's word for it
                 raise CalibrationError(f"{self._url}/v1/completions streamed too long a line") from error
         return self._read(sent_s, arrivals)
@@ -174,7 +182,16 @@ class EngineClient:
 
     async def _get(self, path: str) -> bytes:
         async with self._request("GET", path) as response:
-            return await response.read()
+            return await self._bounded(response, path)
+
+    async def _bounded(self, response: aiohttp.ClientResponse, path: str) -> bytes:
+        come = BoundedBody(MAX_ANSWER_BYTES)  # as the client unpacked it, piece by piece
+        try:
+            async for piece in response.content.iter_any():
+                come.add(piece)
+        except ExcessError as error:
+            raise CalibrationError(f"{self._url}{path} {error}") from error
+        return bytes(come.taken())
 
     async def _exposition(self) -> str:
         """Return the engine's metrics; "" if it has none."""
@@ -206,7 +223,7 @@ class EngineClient:
                 method, url, headers={"Content-Type": "application/json"}, **options
             ) as response:
                 if response.status != 200:
-                    text = " ".join((await response.text(errors="replace")).split())
+                    text = " ".join((await self._bounded(response, path)).decode(errors="replace").split())
                     raise CalibrationRefusedError(
                         f"{url} answered {response.status}: {text[:300]}", engine_status=response.status
                     )

@@ -1,7 +1,7 @@
 """The command line.
 
 `thunderagent serve | scheduler | gateway | picker | doctor | engine | simulate | compare | calibrate | status | top |
-`thunderagent handover | key | replay | record | nova serve | workflow`.
+`thunderagent handover | key | replay | record | completion | nova serve | workflow`.
 
 A command's modules are imported when it is asked for: an engine starts in a third of the time that all of them take.
 """
@@ -23,6 +23,7 @@ from thunderagent.cli import logs, serve
 from thunderagent.cli.log_output import configure_logging
 from thunderagent.compilation import STALE, build_kind
 from thunderagent.errors import ConfigurationError, ThunderAgentError
+from thunderagent.faults import nearest_hint
 
 
 class _Parser(argparse.ArgumentParser):
@@ -41,9 +42,20 @@ class _Parser(argparse.ArgumentParser):
             add_options(self)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse, with all options."""
+        """Parse, with all options. What is left over is refused here: a parser above does not know these options."""
         self._complete()
-        return super().parse_known_args(args, namespace)
+        parsed, left_over = super().parse_known_args(args, namespace)
+        if left_over:
+            hint = nearest_hint(left_over[0].partition("=")[0], self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(left_over)}{hint}")
+        return parsed, left_over
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += nearest_hint(str(value), map(str, action.choices or ()))
+            raise
 
     def format_help(self) -> str:
         """Tell of all options."""
@@ -109,8 +121,10 @@ def build_parser() -> argparse.ArgumentParser:
         ("key", "make an API key for the proxy", _options_of("cli.key")),
         ("replay", "decide an event log again and compare", logs.add_replay),
         ("record", "turn an event log into programs that can be simulated", logs.add_record),
+        ("completion", "print what lets a shell complete commands and options", _add_completion),
     ):
-        commands.add_parser(name, help=help_text, add_options=add_options)
+        has_sections = name in serve.ROLES  # these have a help of their own
+        commands.add_parser(name, help=help_text, add_options=add_options, add_help=not has_sections)
 
     nova_parser = commands.add_parser("nova", help="serve a vision-language model to agents on one device")
     nova_commands = nova_parser.add_subparsers(metavar="COMMAND", required=True)
@@ -165,6 +179,14 @@ def _add_top(parser: argparse.ArgumentParser) -> None:
     parser.description = status.TOP_DESCRIPTION
     status.add_top_arguments(parser)
     parser.set_defaults(run=status.run_top)
+
+
+def _add_completion(parser: argparse.ArgumentParser) -> None:
+    from thunderagent.cli import completion
+
+    parser.description, parser.formatter_class = completion.DESCRIPTION, _KEPT_LINES
+    completion.add_arguments(parser)
+    parser.set_defaults(run=lambda args: completion.run(args, build_parser()))
 
 
 def _add_nova(parser: argparse.ArgumentParser) -> None:

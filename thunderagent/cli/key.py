@@ -21,6 +21,10 @@ LIMITS = {
     "tokens_per_min": "tokens of prompts and answers in a minute; turns wait past that",
     "programs_count": "programs that it may have at a time; more get 429",
     "held_turns_count": "turns of it that may wait for a lease; more get 429",
+    "program_max_turns": "turns of each of its programs; further ones get 410",
+    "program_max_tokens": "tokens of prompts and answers of each of its programs; then 410",
+    "program_max_age_s": "age of each of its programs, in seconds; then 410",
+    "program_deadline_s": "deadline of each of its programs, in seconds after its first turn",
 }
 
 

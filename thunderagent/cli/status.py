@@ -9,8 +9,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import httpx2
 from rich import box
@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from thunderagent.bounded import UNPACKED_ONLY, BoundedBody, ExcessError
-from thunderagent.doctor.asking import trusted
+from thunderagent.doctor.asking import add_proxy_arguments, proxy_url, refusal, trusted
 from thunderagent.errors import ConfigurationError
 from thunderagent.log_lines import escaped
 
@@ -31,12 +31,18 @@ MAX_ANSWER_BYTES = 16 * 2**20
 BAR_WIDTH = 30
 PIPE_WIDTH = 160
 """Width of output that is not a terminal: ids stay whole, so that they can be searched for."""
-KEY_VARIABLE = "THUNDERAGENT_KEY"
 LARGEST_FIRST = ("claim", "turns", "held")
 SMALLEST_FIRST = ("opened", "id", "replica", "state")
 """Orders of programs, as `GET /programs` knows them."""
 
 TOP_DESCRIPTION = "Watch a running proxy until Ctrl-C: rates of the last minute, memory, and the programs."
+
+
+class Asked(NamedTuple):
+    """An answer: its head, and its body."""
+
+    head: httpx2.Response
+    body: bytes
 
 
 def add_status_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,34 +64,42 @@ def add_top_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_common_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default="http://127.0.0.1:8300", help="where it runs (default: %(default)s)")
     parser.add_argument("--programs", type=int, default=20, metavar="N", help="show N programs (default: 20)")
-    parser.add_argument(
-        "--key",
-        default=os.environ.get(KEY_VARIABLE, ""),
-        help=f"an admin key of the proxy; better in the environment, where other users do not see it [{KEY_VARIABLE}]",
-    )
-    parser.add_argument(
-        "--ca-file",
-        type=Path,
-        metavar="FILE",
-        help="certificates to trust for an https URL, PEM, instead of the system's",
-    )
+    parser.add_argument("--json", action="store_true", help="print the proxy's own answers, as JSON")
+    add_proxy_arguments(parser)
+
+
+@dataclass(frozen=True, slots=True)
+class _Screen:
+    """What a command shows: the answers of the proxy that it needs, and how they look."""
+
+    paths: dict[str, str]
+    view: Callable[[dict[str, Any]], Group]
 
 
 def run_status(args: argparse.Namespace) -> int:
     """Show a running proxy. Raises `ConfigurationError`."""
-    programs_count = _programs_count(args)
-    return watch_status(args.url, watch=args.watch, programs_count=programs_count, key=args.key, ca_file=args.ca_file)
+    count = _programs_count(args)
+    paths = {
+        "summary": "/summary",
+        "replicas": "/replicas",
+        "programs": f"/programs?limit={count}",
+        "queue": f"/queue?limit={count}",
+        "tools": "/tools",
+    }
+    return _show(args, _Screen(paths, _status_view), watch=args.watch)
 
 
 def run_top(args: argparse.Namespace) -> int:
-    """Watch a running proxy. Raises `ConfigurationError`."""
+    """Watch a running proxy, or print it once where nobody looks at a terminal. Raises `ConfigurationError`."""
     sort = f"-{args.sort}" if args.sort in LARGEST_FIRST else args.sort
-    programs_count = _programs_count(args)
-    return watch_top(
-        args.url, once=args.once, programs_count=programs_count, sort=sort, key=args.key, ca_file=args.ca_file
-    )
+    paths = {
+        "summary": "/summary",
+        "replicas": "/replicas",
+        "programs": f"/programs?limit={_programs_count(args)}&sort={sort}",
+        "queue": "/queue?limit=1",
+    }
+    return _show(args, _Screen(paths, _top_view), watch=not args.once and not args.json and sys.stdout.isatty())
 
 
 def _programs_count(args: argparse.Namespace) -> int:
@@ -95,45 +109,32 @@ def _programs_count(args: argparse.Namespace) -> int:
     return count
 
 
-def watch_status(url: str, *, watch: bool, programs_count: int, key: str = "", ca_file: Path | None = None) -> int:
-    """Print the state of the proxy at `url`, once or until Ctrl-C; return the exit status.
-
-    `key` is an admin key of the proxy, `ca_file` has the certificates to trust instead of the system's. Raises
-    `ConfigurationError` if that cannot be read.
-    """
-    return _show(url, lambda client: _picture(client, programs_count), watch=watch, key=key, ca_file=ca_file)
-
-
-def watch_top(
-    url: str, *, once: bool, programs_count: int, sort: str, key: str = "", ca_file: Path | None = None
-) -> int:
-    """Show what the proxy at `url` does, programs sorted as `GET /programs` does; return the exit status.
-
-    It goes on until Ctrl-C, but is printed once where nobody looks at a terminal. The rest is as in `watch_status`.
-    """
-    watch = not once and sys.stdout.isatty()
-    return _show(url, lambda client: _top(client, programs_count, sort), watch=watch, key=key, ca_file=ca_file)
-
-
-def _show(url: str, picture: Callable[[httpx2.Client], Group], *, watch: bool, key: str, ca_file: Path | None) -> int:
+def _show(args: argparse.Namespace, screen: _Screen, *, watch: bool) -> int:
+    """Print it, once or until Ctrl-C; return the exit status. Raises `ConfigurationError`."""
+    url, verify = proxy_url(args.url), trusted(args.ca_file) or True
+    headers = {"Authorization": f"Bearer {args.key}"} if args.key else {}
     wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
     console = Console(markup=False, emoji=False, highlight=False, width=wide)  # ids are plain text
-    verify, picture = trusted(ca_file) or True, of_a_proxy()(picture)
     try:
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
         with httpx2.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False, verify=verify, headers=headers) as client:
-            first = picture(client)
+            answers, first = _look(client, screen)
+            if args.json:
+                while True:
+                    print(json.dumps(answers, indent=None if watch else 2), flush=True)
+                    if not watch:
+                        return 0
+                    time.sleep(REFRESH_S)
+                    answers, _ = _look(client, screen)
             if not watch:
                 console.print(first)
                 return 0
             with Live(first, console=console, screen=True) as live:
                 while True:
                     time.sleep(REFRESH_S)
-                    live.update(picture(client))
+                    live.update(_look(client, screen)[1])
     except httpx2.HTTPStatusError as error:
         status = error.response.status_code
-        remedy = "; is a key missing?" if status in (401, 403) else ""
-        print(f"thunderagent: error: {url} answers {status}{remedy}", file=sys.stderr)
+        print(f"thunderagent: error: {refusal(url, status, has_key=bool(args.key))}", file=sys.stderr)
         return 1
     except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
         print(f"thunderagent: error: no proxy answers at {url}: {error}; --url gives another address", file=sys.stderr)
@@ -142,10 +143,15 @@ def _show(url: str, picture: Callable[[httpx2.Client], Group], *, watch: bool, k
         return 0
 
 
-def _top(client: httpx2.Client, programs_count: int, sort: str) -> Group:
-    summary = _get(client, "/summary")
-    replicas = _get(client, "/replicas")["replicas"]
-    programs = _get(client, f"/programs?limit={programs_count}&sort={sort}")
+def _look(client: httpx2.Client, screen: _Screen) -> tuple[dict[str, Any], Group]:
+    """Return the proxy's answers, and how they look; building that finds an answer that is not a proxy's."""
+    with of_a_proxy():
+        answers = {name: _get(client, path) for name, path in screen.paths.items()}
+        return answers, screen.view(_shown(answers))
+
+
+def _top_view(answers: dict[str, Any]) -> Group:
+    summary, replicas, programs = answers["summary"], answers["replicas"]["replicas"], answers["programs"]
     rates, now = summary["rates"], summary["now"]
     demand, hits = summary["demand_ratio"], rates["hit_ratio"]
     head = Text(
@@ -158,6 +164,7 @@ def _top(client: httpx2.Client, programs_count: int, sort: str) -> Group:
         f"engines idle meanwhile {_percent(rates.get('idle_held_ratio'))}",
         style="bold",
     )
+    head.append(_first_in_queue(answers["queue"]))
     bars = Text("memory").append(_bar(demand)).append(f"{_percent(demand)} claimed or waited for\n")
     for replica in replicas:
         capacity_tokens = replica["limit_tokens"] or replica["capacity_tokens"]
@@ -184,18 +191,16 @@ def _seconds(value_s: float | None) -> str:
     return "-" if value_s is None else f"{value_s:.1f} s"
 
 
-def _picture(client: httpx2.Client, programs_count: int) -> Group:
-    replicas = _get(client, "/replicas")
-    programs = _get(client, f"/programs?limit={programs_count}")
-    queue = _get(client, f"/queue?limit={programs_count}")
-    tools, summary = _get(client, "/tools"), _get(client, "/summary")
+def _status_view(answers: dict[str, Any]) -> Group:
+    replicas, programs, queue = answers["replicas"], answers["programs"], answers["queue"]
+    tools, summary = answers["tools"], answers["summary"]
     idle = _percent(summary["rates"].get("idle_held_ratio"))
     head = Text(
         f"policy {replicas['policy']}   programs {programs['total']}   turns held {queue['turns_held_count']}   "
         f"paused: {queue['waiting_count']} waiting, {queue['paused_acting_count']} acting\n"
         f"engines idle while programs are held: {idle} of the last minute\n"
         f"tools running {tools['running_count']}, {tools['mean_s']:.1f} s each   sandboxes {tools['sandbox_count']}"
-        f"{_taken(tools['sandbox_disk_bytes'])}{_place(summary.get('cell'))}",
+        f"{_taken(tools['sandbox_disk_bytes'])}{_place(summary.get('cell'))}{_first_in_queue(queue)}",
         style="bold",
     )
     return Group(
@@ -205,6 +210,14 @@ def _picture(client: httpx2.Client, programs_count: int) -> Group:
         _program_table(programs),
         _queue_table(queue),
     )
+
+
+def _first_in_queue(queue: dict[str, Any]) -> str:
+    """Return a line that says what the program waits for that is let in next."""
+    if not queue["waiting"] or not queue.get("first_needs"):
+        return ""
+    first = queue["waiting"][0]
+    return f"\nnext {first['program_id']}, held {_seconds(first['held_for_s'])}: {queue['first_needs']}"
 
 
 def _place(cell: dict[str, Any] | None) -> str:
@@ -244,18 +257,27 @@ def of_a_proxy() -> Iterator[None]:
 
 
 def _get(client: httpx2.Client, path: str) -> Any:
-    with client.stream("GET", path, headers=UNPACKED_ONLY) as response:
-        response.raise_for_status()
-        body = BoundedBody(MAX_ANSWER_BYTES, response.headers.get("Content-Encoding"))
+    response, body = asked(client, "GET", path)
+    response.raise_for_status()
+    return json_of(body)
+
+
+def asked(client: httpx2.Client, method: str, path: str, params: dict[str, str] | None = None) -> Asked:
+    """Return the head of an answer, and its body, which is bounded in size and time.
+
+    Raises `httpx2.DecodingError` beyond the one, `httpx2.ReadTimeout` beyond the other, and what the client does.
+    """
+    with client.stream(method, path, params=params, headers=UNPACKED_ONLY) as response:
         ends_s = time.monotonic() + TIMEOUT_S
         try:
+            body = BoundedBody(MAX_ANSWER_BYTES, response.headers.get("Content-Encoding"))
             for piece in response.iter_raw():
                 body.add(piece)
                 if time.monotonic() > ends_s:
                     raise httpx2.ReadTimeout(f"{path} does not end")
         except ExcessError as error:
             raise httpx2.DecodingError(f"{path} {error}") from error
-    return _shown(json_of(bytes(body.taken())))
+    return Asked(response, bytes(body.taken()))
 
 
 def _shown(value: Any) -> Any:
@@ -282,7 +304,9 @@ def _health(replica: dict[str, Any]) -> str:
     health = str(replica["verdict"])
     if replica["verdict_reason"]:
         health += f": {replica['verdict_reason']}"
-    return health + ", breaker half-open" if replica["breaker"] == "half_open" else health
+    if replica["breaker"] == "half_open":
+        health += ", breaker half-open"
+    return health + ", prefix caching off" if replica["engine"].get("uncached_ranks_count") else health
 
 
 def _pool_column(rows: list[dict[str, Any]]) -> tuple[str, ...]:
@@ -334,7 +358,7 @@ def _program_table(page: dict[str, Any]) -> Table:
             f"{program['claim_tokens']:,}",
             str(program["turn_count"]),
             f"{program['age_s']:.0f}",
-            f"{program['held_s_total']:.1f}",
+            f"{program['held_s_total'] + (program['held_for_s'] or 0.0):.1f}",
         )
     return table
 
@@ -347,7 +371,9 @@ def _queue_table(queue: dict[str, Any]) -> Table:
         waits_s = program["held_for_s"] or 0.0
         in_pool = [program[column] for column in pool]
         claim = f"{program['claim_tokens']:,}"
-        table.add_row(program["program_id"], *in_pool, program["hold_reason"], claim, f"{waits_s:.1f}")
+        table.add_row(
+            program["program_id"], *in_pool, program["hold_reason"].replace("_", " "), claim, f"{waits_s:.1f}"
+        )
     return table
 
 

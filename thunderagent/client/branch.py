@@ -121,7 +121,9 @@ class Branch:
     def async_openai(self, **options: Any) -> AsyncOpenAI:
         """Return an `openai.AsyncOpenAI`, otherwise as `openai`."""
         library = _library("openai")
-        client: AsyncOpenAI = library.AsyncOpenAI(**self._options(library, self.base_url, options, "OPENAI_API_KEY"))
+        client: AsyncOpenAI = library.AsyncOpenAI(
+            **self._options(library, self.base_url, options, "OPENAI_API_KEY", is_async=True)
+        )
         return client
 
     def anthropic(self, **options: Any) -> Any:
@@ -132,15 +134,22 @@ class Branch:
     def async_anthropic(self, **options: Any) -> Any:
         """Return an `anthropic.AsyncAnthropic`, otherwise as `anthropic`."""
         library = _library("anthropic")
-        return library.AsyncAnthropic(**self._options(library, self.anthropic_base_url, options, *_ANTHROPIC_KEYS))
+        return library.AsyncAnthropic(
+            **self._options(library, self.anthropic_base_url, options, *_ANTHROPIC_KEYS, is_async=True)
+        )
 
-    def _options(self, library: ModuleType, base_url: str, given: dict[str, Any], *key_names: str) -> dict[str, Any]:
+    def _options(
+        self, library: ModuleType, base_url: str, given: dict[str, Any], *key_names: str, is_async: bool = False
+    ) -> dict[str, Any]:
+        kind = library.DefaultAsyncHttpxClient if is_async else library.DefaultHttpxClient
         defaults: dict[str, Any] = {
             "base_url": base_url,
             "timeout": library.Timeout(TURN_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
         }
         if not any(os.environ.get(name) for name in key_names):
             defaults["api_key"] = proxy_key() or "none"  # the libraries refuse to work without one
+        if "http_client" not in given:  # not by the environment's HTTP proxies, as releases
+            defaults["http_client"] = kind(mounts=dict.fromkeys(("all://", "http://", "https://")))
         headers = {**self._turn_headers, **(given.get("default_headers") or {})}
         return {**defaults, **given, "default_headers": headers}
 

@@ -135,8 +135,8 @@ class Limits(Slice):
     key_max_leased_ratio: float = Field(
         0.5,
         gt=0,
-        description="part of all replicas' memory that leases of one data key may claim without room: those without a "
-        "program get 429 beyond it, and reports of progress count no further",
+        description="part of all replicas' memory that leases of one of several data keys may claim: beyond it those "
+        "for a program wait, those without one get 429, and reports of progress count no further",
     )
     max_programs_count: int = Field(
         100_000,
@@ -144,6 +144,29 @@ class Limits(Slice):
         description="most programs at a time; beyond that the oldest without a turn are forgotten, then 503",
     )
     tenant_max_programs_count: int = Field(50_000, ge=1, description="most programs of one tenant at a time")
+    program_max_turns: int | None = Field(
+        None, ge=1, le=10**9, description="turns that a program may take, beside its own limits; further ones get 410"
+    )
+    program_max_tokens: int | None = Field(
+        None, ge=1, le=10**15, description="tokens of prompts and answers that a program may use; then 410"
+    )
+    program_max_age_s: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="age in seconds, from its first turn, from which a program's turns get 410",
+    )
+    program_deadline_s: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="deadline of a program in seconds after its first turn: those that would miss it come first",
+    )
+    program_limit_end: Literal["refuse", "finish"] = Field(
+        "refuse",
+        description="at a limit of a program refuse its next turn, or finish the turn that reaches it and end the "
+        "program",
+    )
     rate_limit_per_s: float | None = Field(
         None,
         gt=0,

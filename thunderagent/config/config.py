@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from tomllib import TOMLDecodeError
 from typing import Any, ClassVar, Self
@@ -32,6 +33,7 @@ from thunderagent.config.slices import Slice
 from thunderagent.config.turns import Control, Names, Timeouts
 from thunderagent.errors import ConfigurationError
 from thunderagent.faults import faults_of
+from thunderagent.tools.template import Template
 
 ENVIRONMENT_PREFIX = "THUNDERAGENT_"
 _OTHERS_VARIABLES = {"KEY", "PROXY", "PROGRAM_ID"}
@@ -84,6 +86,17 @@ class ServeConfig(
         return not self.has_replica_source and self.embedded_engines > 0
 
     @model_validator(mode="after")
+    def _engines_are_named(self) -> Self:
+        """Refuse an empty list of replicas: whoever gives one does not want made-up words."""
+        given = [name for name in ("backends", "kubernetes_replicas") if name in self.model_fields_set]
+        if given and self.simulates_engines and "embedded_engines" not in self.model_fields_set:
+            raise ValueError(
+                f"{given[0]} is given and names no replica; leave it out for simulated engines, or set "
+                "embedded_engines = 0 to start without any"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _judges_who_can(self) -> Self:
         if not self.judge_url and ORBIT_JUDGE in (self.order, self.priority, *self.policy_args.values()):
             raise ValueError(f"{ORBIT_JUDGE} needs judge_url; without a judge it would be orbit-step")
@@ -132,12 +145,45 @@ class ServeConfig(
                 raise ConfigurationError(f"there is no configuration file {toml_file}")
             loaded: Self = source(**given)
         except ValidationError as error:
-            raise ConfigurationError("; ".join(faults_of(error, whole="value"))) from error
+            faults = faults_of(error, whole="value", place_of=partial(_place_of, given, toml_file), known=_known_at)
+            raise ConfigurationError("; ".join(faults)) from error
         except TOMLDecodeError as error:
             raise ConfigurationError(f"{toml_file}: {error}") from error
         except (OSError, SettingsError, ValueError) as error:
             raise ConfigurationError(str(error)) from error
         return loaded
+
+
+def _place_of(given: Mapping[str, Any], toml_file: Path | None, loc: tuple[int | str, ...]) -> str:
+    """Return where a setting comes from: the option's name, the variable, or the file with the line and the key."""
+    place, name = ".".join(map(str, loc)), str(loc[0]) if loc else ""
+    if not name or name in given:
+        return place
+    variable = f"{ENVIRONMENT_PREFIX}{name.upper()}"
+    if any(each.upper() == variable for each in os.environ):
+        return variable
+    if toml_file is None:
+        return place
+    number = _line_number(toml_file.read_text(encoding="utf-8", errors="replace"), loc)
+    return f"{toml_file}{f', line {number}' if number else ''}: {place}"
+
+
+def _line_number(toml: str, loc: tuple[int | str, ...]) -> int | None:
+    """Return the line of the innermost key of `loc` that is found, each behind the one around it; None without any."""
+    position, found = 0, None
+    for key in loc:
+        word = rf"""["']?{re.escape(str(key))}["']?"""
+        table = rf"\[[^\]\n]*(?<![\w-]){word}[ \t]*[.\]]"
+        line = rf"(?:[\w\-\"'. \t]+\.)?{word}[ \t]*[=.]"
+        match = re.compile(rf"^[ \t]*(?:{table}|{line})|[{{,][ \t]*{word}[ \t]*=", re.MULTILINE).search(toml, position)
+        if match is not None:
+            position, found = match.start(), match.end()
+    return None if found is None else toml.count("\n", 0, found) + 1
+
+
+def _known_at(loc: tuple[int | str, ...]) -> Iterable[str]:
+    """Return the keys that may stand where one does that is none."""
+    return Template.model_fields if loc[0] == "sandbox_templates" else ServeConfig.model_fields
 
 
 def unknown_variables(names: Iterable[str]) -> dict[str, str]:

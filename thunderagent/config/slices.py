@@ -20,10 +20,10 @@ class Slice(BaseModel):
 
 
 def split_list(value: object) -> object:
-    """Return the parts of a text with commas."""
+    """Return the parts of a text with commas, or of a list. Raises `ValueError` for anything else."""
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, list | tuple):
-        return value
+        raise ValueError("give a list, or a text with commas between its parts")  # noqa: TRY004 - pydantic's kind
     return tuple(str(part).strip() for part in parts if str(part).strip())
 
 
@@ -32,8 +32,7 @@ def split_pairs(value: object) -> object:
     if isinstance(value, dict):
         return {str(name): str(setting) for name, setting in value.items()}
     parts = split_list(value)
-    if not isinstance(parts, tuple):
-        return value
+    assert isinstance(parts, tuple)
     pairs = [str(part).partition("=") for part in parts]
     for name, equals, setting in pairs:
         if not (name.strip() and equals and setting.strip()):

@@ -14,6 +14,11 @@ class Names(Slice):
     user_names_program: bool = Field(
         False, description="take the body's user field as the program's id; in most clients it names a person"
     )
+    bucket_names_program: bool = Field(
+        False,
+        description="take the body's prompt_cache_key or metadata.session_id as the program's id, whatever the prompt; "
+        "otherwise each such bucket may have many programs, which are told apart by their prompts",
+    )
     bearer_programs: bool = Field(
         False,
         description="whether bearer tokens name programs: ta-ID, or one that POST /programs returns; "
@@ -65,7 +70,10 @@ class Timeouts(Slice):
         0.2, ge=0, le=1, description="retries of all turns together, as a part of the last minute's turns"
     )
     breaker_failure_count: int = Field(
-        5, ge=0, description="turns in a row that a replica fails before it gets none for a while; 0: never"
+        5,
+        ge=0,
+        description="turns in a row that a replica fails before it gets none for a while; so do 40 % of four times as"
+        " many; 0: never",
     )
     breaker_backoff_s: float = Field(
         5.0,

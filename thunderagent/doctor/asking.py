@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
+import os
 import ssl
 import time
 from collections.abc import Callable, Mapping
@@ -11,6 +13,7 @@ from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx2
 
@@ -120,6 +123,67 @@ def _skew_s(date: str, asked_s: float, answered_s: float) -> float | None:
     if told_s > answered_s:
         return told_s - answered_s
     return min(0.0, told_s + 1.0 - asked_s)
+
+
+PROXY_VARIABLE = "THUNDERAGENT_PROXY"
+KEY_VARIABLE = "THUNDERAGENT_KEY"
+DEFAULT_PORT = 8300
+
+
+def add_proxy_arguments(parser: argparse.ArgumentParser, target: argparse._ActionsContainer | None = None) -> None:
+    """Add the options of all commands that ask a running proxy; `target` gets the one of the address."""
+    (target or parser).add_argument(
+        "--url",
+        metavar="URL",
+        help=f"where the proxy runs: a URL, or HOST:PORT (default: http://127.0.0.1:{DEFAULT_PORT}) [{PROXY_VARIABLE}]",
+    )
+    parser.add_argument(
+        "--key",
+        default=os.environ.get(KEY_VARIABLE, ""),
+        help=f"an admin key of the proxy; better in the environment, where other users do not see it [{KEY_VARIABLE}]",
+    )
+    parser.add_argument(
+        "--ca-file",
+        type=Path,
+        metavar="FILE",
+        help="certificates to trust for an https URL, PEM, instead of the system's",
+    )
+
+
+def proxy_url(given: str | None, port: int | None = None) -> str:
+    """Return a proxy's base URL: what was given, otherwise the environment's, otherwise this machine's.
+
+    `port` is one that is known to be the proxy's on this machine; it precedes the environment. Raises
+    `ConfigurationError`.
+    """
+    text = given or ("" if port else os.environ.get(PROXY_VARIABLE, ""))
+    if given is not None and not given.strip():
+        raise ConfigurationError("--url: it is empty; give a URL, or HOST:PORT")
+    if not text:
+        return f"http://127.0.0.1:{port or DEFAULT_PORT}"
+    text = text.strip()
+    here = "127.0.0.1" if text.startswith(":") else ""
+    url = text if "://" in text else f"http://{here}{text}"
+    named = "--url" if given else PROXY_VARIABLE
+    try:
+        parts = urlsplit(url)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_url = False
+    if not is_url:
+        raise ConfigurationError(f"{named}: {text!r} is not a URL, as http://HOST:PORT or HOST:PORT")
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def refusal(url: str, status: int, *, has_key: bool) -> str:
+    """Return what a refused request for an admin's answer means, and what to do."""
+    if status == 401 or (status == 403 and not has_key):
+        told = "does not know this key" if has_key else "wants an admin key"
+    elif status == 403:
+        told = "answers 403: this key is for data, and an admin key is needed"
+    else:
+        return f"{url} answers {status}"
+    return f"{url} {told}; `thunderagent key NAME --admin` makes one: give it in {KEY_VARIABLE}, or as --key"
 
 
 def trusted(ca_file: Path | None) -> ssl.SSLContext | None:

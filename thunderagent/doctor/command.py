@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,11 +16,11 @@ from rich.console import Console
 
 from thunderagent.backends import backend_of
 from thunderagent.backends.discovery.base import replica_id_of, shown_url
-from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
+from thunderagent.config import ServeConfig
 from thunderagent.doctor import engines, program, proxies
 from thunderagent.doctor.among import findings_among
-from thunderagent.doctor.asking import Asker, trusted
-from thunderagent.doctor.findings import Finding, as_json, exit_status, show, warning
+from thunderagent.doctor.asking import Asker, add_proxy_arguments, proxy_url, trusted
+from thunderagent.doctor.findings import Finding, Level, as_json, exit_status, show, warning
 from thunderagent.errors import ConfigurationError
 from thunderagent.serving.building import build_runtime
 from thunderagent.serving.security import backend_api_key, backend_ssl_context
@@ -44,14 +43,13 @@ Examples:
   thunderagent doctor --program-header X-Trace-Session --json
 """
 
-DEFAULT_PORT = 8300
 FIRST_POLLS_S = 5.0
 """Time for an own proxy to find all of its replicas up: two polls that are answered late."""
 
 OF_THE_TRIAL = (
     *("backends", "backends_file", "kubernetes_replicas", "kubernetes_config", "kubernetes_url"),
     *("data_parallel_ranks", "backend_type", "capacity_tokens", "policy", "policy_args", "priority"),
-    *("program_headers", "user_names_program", "infer_programs"),
+    *("program_headers", "user_names_program", "bucket_names_program", "infer_programs"),
     *("backend_api_key", "backend_api_key_file", "backend_ca_file"),
 )
 """Settings that the doctor's own proxy uses. It writes no files, starts no sandboxes and asks no judge."""
@@ -61,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     target = parser.add_mutually_exclusive_group()
     target.add_argument("--backends", metavar="A,B", help="base URLs of engines, as `serve --backends` takes them")
-    target.add_argument("--url", metavar="URL", help=f"where a proxy runs (default: this machine, port {DEFAULT_PORT})")
+    add_proxy_arguments(parser, target)
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="a proxy's configuration: its engines are examined, and its address"
     )
@@ -71,12 +69,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="header in which your clients name the program (default: %(default)s)",
     )
-    parser.add_argument(
-        "--key",
-        default=os.environ.get(f"{ENVIRONMENT_PREFIX}KEY", ""),
-        help=f"an admin key of the proxy; better in the environment [{ENVIRONMENT_PREFIX}KEY]",
-    )
-    parser.add_argument("--ca-file", type=Path, metavar="FILE", help="certificates to trust for an https --url, PEM")
     parser.add_argument(
         "--timeout-s", type=float, default=120.0, metavar="S", help="for the answer to a prompt (default: %(default)g)"
     )
@@ -96,14 +88,15 @@ def run(args: argparse.Namespace) -> int:
 
 async def examine(args: argparse.Namespace) -> list[Finding]:
     """Examine a running proxy, or engines through a proxy of our own. Raises `ConfigurationError`."""
-    given = {"backends": args.backends} if args.backends else {}
+    given = {} if args.backends is None else {"backends": args.backends}
     config = ServeConfig.load(args.config, **given)
     has_engines = config.backends or config.backends_file or config.kubernetes_replicas
-    if args.url is None and (args.backends or args.config) and has_engines:
+    has_config = args.config is not None
+    if args.url is None and (args.backends or has_config) and has_engines:
         findings = list(proxies.configuration_findings(config))
         async with _own_proxy(config) as url:
             return findings + await _examine_through(url, args, config, is_own=True)
-    url = args.url or f"http://127.0.0.1:{config.port or DEFAULT_PORT}"
+    url = proxy_url(args.url, config.port if has_config else None)
     return await _examine_through(url, args, config, is_own=False)
 
 
@@ -122,7 +115,7 @@ async def _examine_through(url: str, args: argparse.Namespace, config: ServeConf
                 engine, wants_priorities=wants_priorities, capacity_override_tokens=config.capacity_tokens
             )
         findings += findings_among(behind)
-        if not is_own and any(not engine.health.status for engine in behind):
+        if not is_own:
             findings = [_as_seen_from_here(each, looked) for each in findings]
         if not args.no_turns and looked.model_ids:
             limits = [limit for engine in behind if (limit := engine.context_limit_tokens) is not None]
@@ -134,9 +127,9 @@ async def _examine_through(url: str, args: argparse.Namespace, config: ServeConf
 
 
 def _as_seen_from_here(finding: Finding, looked: proxies.Proxy) -> Finding:
-    """Convert a finding that an engine is unreachable to a warning, if the proxy reaches it."""
+    """Convert a fault that an engine is unreachable to a warning, if the proxy reaches it."""
     up_ids = {replica_id_of(str(replica["url"])) for replica in looked.replicas if replica["up"]}
-    if finding.check == "engine_reachable" and finding.subject in up_ids:
+    if finding.level is Level.FAULT and finding.check == "engine_reachable" and finding.subject in up_ids:
         text = "It cannot be reached from this machine, but from the proxy; it was not examined."
         return warning(finding.check, finding.subject, text, "run doctor where the proxy runs")
     return finding

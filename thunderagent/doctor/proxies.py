@@ -14,6 +14,8 @@ from thunderagent.doctor.findings import Finding, fault, ok, warning
 from thunderagent.errors import ConfigurationError
 from thunderagent.serving.security import check_security, is_loopback
 
+LONG_HELD_S = 60.0
+"""A turn that is held for longer is worth a look."""
 KEY_HEADER = "X-ThunderAgent-Key"
 CLOSED_REMEDY = "make one with `thunderagent key NAME --admin` and give it to doctor in THUNDERAGENT_KEY"
 
@@ -29,6 +31,7 @@ class Proxy:
     summary: Answer = NO_ANSWER
     listed: Answer = NO_ANSWER
     listed_without_key: Answer = NO_ANSWER
+    queue: Answer = NO_ANSWER
     models: Answer = NO_ANSWER
     models_without_key: Answer = NO_ANSWER
 
@@ -66,6 +69,7 @@ async def look_at(asker: Asker, name: str, key: dict[str, str]) -> Proxy:
     proxy.listed_without_key = await asker.get("/replicas")
     proxy.listed = await asker.get("/replicas", key) if key else proxy.listed_without_key
     proxy.summary = await asker.get("/summary", key)
+    proxy.queue = await asker.get("/queue?limit=1", key)
     if proxy.has_usable_replica:
         proxy.models_without_key = await asker.get("/v1/models")
         proxy.models = await asker.get("/v1/models", key) if key else proxy.models_without_key
@@ -95,6 +99,7 @@ def findings_of(proxy: Proxy, url: str, *, is_own: bool) -> Iterator[Finding]:
         yield from clock(proxy.name, proxy.health)
         yield from _who_may(proxy, url)
         yield from _summary(proxy)
+        yield from _held(proxy)
     yield from _replicas(proxy)
 
 
@@ -146,6 +151,27 @@ def _summary(proxy: Proxy) -> Iterator[Finding]:
             "scheduled for them.",
             "let clients send X-Program-ID, or the id in the base URL (/p/ID/v1); test the header that they send "
             "with doctor --program-header NAME",
+        )
+
+
+def _held(proxy: Proxy) -> Iterator[Finding]:
+    """Say what the turn waits for that has waited longest of those that go next, if it is long."""
+    queue, oldest_s = proxy.queue.json(), proxy.summary.json().get("longest_held_s") or 0.0
+    count = queue.get("turns_held_count") or 0
+    if not count:
+        return
+    held = f"{count} {'turn is' if count == 1 else 'turns are'} held, the oldest for {oldest_s:.0f} s"
+    first = next(iter(queue.get("waiting") or ()), None)
+    needs = "" if first is None else f"; next is {first['program_id']}: {queue.get('first_needs', '')}"
+    if oldest_s < LONG_HELD_S:
+        yield ok("held", proxy.name, f"{held}{needs}.")
+    else:
+        yield warning(
+            "held",
+            proxy.name,
+            f"{held}{needs}.",
+            "GET /programs/ID tells a program's story; more replicas or a lower load make waits shorter, and a program "
+            "that ended and was not released keeps its memory",
         )
 
 

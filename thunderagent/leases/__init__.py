@@ -25,6 +25,7 @@ from msgspec import Struct
 
 from thunderagent.programs.model.decisions import Decision
 from thunderagent.programs.model.events import Event, Media, PrefixCut
+from thunderagent.programs.model.records.limits import ProgramLimits
 
 if TYPE_CHECKING:
     from thunderagent.leases.open_lease import OpenLease
@@ -84,6 +85,8 @@ class TurnAsk(Struct, frozen=True, kw_only=True, array_like=True, tag="acquire",
     """Common to all attempts at one turn, whichever gateway they come to; empty if its client gave none."""
     engine_request_id: str = ""
     """By which its client may have an engine abort it; empty if it gave none."""
+    limits: ProgramLimits | None = None
+    """What its program may use, by its headers and its key."""
 
 
 class Lease(Struct, frozen=True, array_like=True, tag="grant", gc=False):
@@ -140,6 +143,8 @@ class ReplicaState(Struct, frozen=True, array_like=True, gc=False):
     """How its engine does: a `ReplicaState`; empty if unknown."""
     why: str = ""
     """The reason of the verdict."""
+    aborts_count: int = 0
+    """How often a trainer aborted what ran there."""
 
 
 class ReplicaMap:
@@ -204,9 +209,9 @@ class LeaseSource(Protocol):
     async def lease(self, ask: TurnAsk, while_held: AbstractContextManager[object] = UNBOUNDED) -> OpenLease:
         """Wait for permission to run one turn. `while_held` is entered if it is held, and left with the lease.
 
-        Raises what `while_held` raises, and `ProgramReleasedError`, `ProgramHopelessError`, `NoReplicaError`,
-        `NoRoomInTimeError`, `TooManyProgramsError`, `TurnAbortedError`, `UnknownModelError` or `ShuttingDownError` if
-        there will be none. Cancelling the wait takes the turn out of the queue.
+        Raises what `while_held` raises, and `ProgramReleasedError`, `ProgramHopelessError`, `ProgramLimitError`,
+        `NoReplicaError`, `NoRoomInTimeError`, `TooManyProgramsError`, `TurnAbortedError`, `UnknownModelError` or
+        `ShuttingDownError` if there will be none. Cancelling the wait takes the turn out of the queue.
         """
 
     def home_of(self, program_id: str, model: str = "") -> str | None:
@@ -251,6 +256,9 @@ class FleetSource(LeaseSource, Protocol):
 
     def replica_tripped(self, replica_id: str, *, tripped: bool, why: str = "") -> None:
         """Report that a replica that is up fails turn after turn, or that it may be tried again."""
+
+    def replica_recovered(self, replica_id: str) -> None:
+        """Report that a replica that was tripped has answered a turn well: it is no longer failing."""
 
     def replica_pressed(self, replica_id: str, for_s: float, why: str) -> None:
         """Report that a replica says it is full: it is granted nothing for that time."""

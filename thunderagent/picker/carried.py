@@ -122,7 +122,8 @@ class Carried:
             record.outcome = "failed"
             lease.failed()
         if content_type == "text/event-stream":
-            keep_id = partial(around.made.keep, replica_id=record.replica_id or granted.replica_id)
+            replica_id = record.replica_id or granted.replica_id
+            keep_id = partial(around.made.keep, replica_id=replica_id, tenant=record.turn.tenant)
             self._events = StreamUsage(
                 take_out=record.turn.usage_added,
                 content_encoding=self._encoding,
@@ -193,7 +194,7 @@ class Carried:
         if self._events is not None:
             record.usage, record.tool = self._events.usage, self._tools.key()
         elif self._kept is not None:
-            keep_id = partial(self._around.made.keep, replica_id=record.replica_id or "")
+            keep_id = partial(self._around.made.keep, replica_id=record.replica_id or "", tenant=record.turn.tenant)
             record.usage, record.tool = read_answer(record.dialect, b"".join(self._kept), self._encoding, keep_id)
         record.outcome = "finished"
         lease.finished(*record.usage, record.tool)

@@ -104,6 +104,8 @@ async def serve_picker(config: ServeConfig, options: Options, *, ready: Callable
         rules = IdentityRules(
             config.program_headers,
             user_names_program=config.user_names_program,
+            bucket_names_program=config.bucket_names_program,
+            infers_buckets=False,
             reads_prefixes=policy.claim_rules.share_prefixes or config.event_log is not None,
             model_aliases=config.model_aliases,
         )

@@ -17,7 +17,7 @@ from thunderagent.programs.model.events import (
     TurnAdopted,
     TurnArrived,
 )
-from thunderagent.programs.model.fleet_events import ModelAsked, ProvisionAsked, RouteSet
+from thunderagent.programs.model.fleet_events import ModelAsked, ProvisionAsked, RouteSet, TurnLimited
 
 if TYPE_CHECKING:
     from thunderagent.programs.pool import Pool
@@ -43,7 +43,7 @@ def _arrival(pools: Pools, event: TurnArrived) -> Sequence[Addressed]:
     pool, program_id = pools.destination(event.turn_id), event.program_id
     if program_id is None or program_id in pool.scheduler.programs:
         return [(pool, event)]
-    hopeless = next((each for each in pools.all if program_id in each.scheduler.hopeless_ids), None)
+    hopeless = next((each for each in pools.all if program_id in each.scheduler.refused_ids), None)
     if hopeless is not None:
         return [(hopeless, event)]
     for known in pools.incarnations(program_id):
@@ -84,7 +84,7 @@ def _release(pools: Pools, event: ProgramReleased) -> Sequence[Addressed]:
     generations = [program.generation for program in pools.incarnations(event.program_id)]
     if event.generation is not None and event.generation not in generations:
         return [(pools.all[0], event)]
-    hopeless = [pool for pool in pools.all if event.program_id in pool.scheduler.hopeless_ids]
+    hopeless = [pool for pool in pools.all if event.program_id in pool.scheduler.refused_ids]
     told = list(dict.fromkeys([*pools.of_program(event.program_id), *hopeless])) or pools.all[:1]
     outcomes = [event.outcome, *[""] * (len(told) - 1)]  # it counts once
     return [
@@ -98,7 +98,7 @@ def _release_together(pools: Pools, event: ProgramsReleased) -> Sequence[Address
     return [
         (pool, event)
         for pool in pools.all
-        if any(each in pool.scheduler.programs or each in pool.scheduler.hopeless_ids for each in event.program_ids)
+        if any(each in pool.scheduler.programs or each in pool.scheduler.refused_ids for each in event.program_ids)
     ]
 
 
@@ -135,6 +135,7 @@ _TOLD: dict[type[Any], Callable[[Pools, Any], Sequence[Addressed]]] = {
     ProgramJudged: _judged,
     RouteSet: _route,
     ProvisionAsked: _provision,
+    TurnLimited: lambda pools, event: [(pool, event) for pool in pools.all],
     ModelAsked: lambda pools, event: [(pools.of_model(event.model) or pools.all[0], event)],
 }
 """Events that need more than the turn, replica or program they name to be addressed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING
 
 from thunderagent.programs.book.book import Book
@@ -15,6 +16,7 @@ from thunderagent.programs.model.turn import Turn
 from thunderagent.programs.rules.families import Families
 from thunderagent.programs.rules.limits import Limits
 from thunderagent.programs.rules.patience import Deadlines
+from thunderagent.programs.rules.program_limits import ProgramLimiter
 from thunderagent.programs.rules.routes import Routing
 from thunderagent.programs.verbs.hints import Hints
 from thunderagent.programs.verbs.leases import Leases
@@ -61,6 +63,7 @@ class Core:
         self.leases = Leases(book, deadlines, stream, view, getattr(policy, "priority", None))
         self.turn_ends = TurnEnds(self)
         self.hints = Hints(self)
+        self.program_limits = ProgramLimiter(lambda: knowledge.restore_pace.restored_total, knowledge.ideal_turn_s)
         self.active_before_count = 0  # active programs before this event
 
     # --- claims -----------------------------------------------------------------------------------------------------
@@ -80,6 +83,8 @@ class Core:
             book.ledger.wait_begins(book.now_s)
         if program.held:
             program.hold_reason = reason
+            if program.program_limits is not None:
+                self.program_limits.held(program)
             self.global_policies.begins_to_wait(program)
         self.families.lost_claim(program)
 
@@ -143,6 +148,8 @@ class Core:
         if program.held and next(iter(program.held.values())).arrived_s < book.now_s:  # not a retry
             self.knowledge.restore_pace.restored(book.now_s)
         self.leases.end_waits(program)
+        if program.look_again_s < inf:
+            self.program_limits.forget(program)
         book.move(program, replica.working if program.held else replica.acting, reason)
         if reason in (Reason.PATIENCE, Reason.PARENT):
             replica.let_in.add(program)
@@ -335,6 +342,8 @@ class Core:
             self.leases.wait_ends(program, turn)
             book.decisions.append(Reject(turn.turn_id, program.program_id, reason))
         program.held.clear()
+        if program.look_again_s < inf:
+            self.program_limits.forget(program)
         if replica is not None:
             replica.residency.leave(program.generation, program.context_tokens)
             self.families.lost_claim(program)

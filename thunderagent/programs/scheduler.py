@@ -54,12 +54,6 @@ from thunderagent.programs.verbs.placing import Placing
 from thunderagent.programs.verbs.stream import Stream
 from thunderagent.programs.view import SchedulerView
 
-UNHELD_RATIO: Final = 2.0
-"""Claimable part of a replica's capacity where nothing is worth holding: turns then wait in the engine, not here."""
-
-FIRST_RATIO: Final = 1.1
-"""The same before that is known: claims are estimates then, and hold a reserve that few turns need."""
-
 OVERCOMMITTED_RATIO: Final = 1.1
 """Above this part of its limit, claims are not what a replica should keep: it takes time until some are given up."""
 
@@ -77,6 +71,7 @@ class Scheduler:
     def __init__(self, policy: Policy, settings: SchedulerSettings | None = None) -> None:
         """Create a scheduler without replicas and programs."""
         self.policy = policy
+        self._plans = getattr(policy, "hold_threshold_s", None) is not None
         self.settings = settings = settings or SchedulerSettings()
         rules = policy.claim_rules
         self.knowledge = Knowledge(rules)
@@ -113,17 +108,17 @@ class Scheduler:
         )
         self.operations = Operations(core)
         view.attach(core, self.operations)
-        self._rules: tuple[Rule, ...] = (self.deadlines, self.families)
+        self._rules: tuple[Rule, ...] = (self.deadlines, self.families, self.core.program_limits)
         if self.tenants is not None:
             self._rules = (*self._rules, self.tenants)
         anonymous = Anonymous(core)
         self._lives = Lives(core, settings)
-        self.hopeless_ids = self._lives.hopeless_ids
+        self.refused_ids = self._lives.refused_ids
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             TurnDue: self._turn_due,
             Tick: self._tick,
             **Arrivals(core, self._lives, anonymous).handlers(),
-            **Turns(core).handlers(),
+            **Turns(core, self._lives).handlers(),
             **self._lives.handlers(),
             **Adoption(core, self._lives).handlers(),
             **Fleet(core, anonymous, self.tenants).handlers(),
@@ -207,6 +202,8 @@ class Scheduler:
         self.limits.enforce(self.core)
         if self.policy.claim_rules.adapt_capacity:
             self._correct_capacities()
+        if self._plans:
+            self._plan_holding()
         self.core.balance(Moment.TICK)
         if self.global_policies.decide():
             self.core.balance(Moment.TURN_ENDED)  # where it changed anything
@@ -222,11 +219,14 @@ class Scheduler:
             full = correction.computed_tokens >= account.limit_tokens
             wanted, idle_s = in_demand and full, account.idle_held_s
             correction.step(book.now_s, active_count=account.active_count, wanted=wanted, idle_s=idle_s)
-            plan = self.knowledge.holding(replica.replica_id, account.assumed_tokens, account.own_ratio, book.now_s)
-            ratio = correction.ratio
-            if not plan.threshold_s:
-                ratio = max(ratio, (UNHELD_RATIO if plan.turns_per_s else FIRST_RATIO) * min(1.0, ratio))
-            if ratio > correction.ratio or account.demand_tokens > OVERCOMMITTED_RATIO * account.limit_tokens:
+            if account.demand_tokens > OVERCOMMITTED_RATIO * account.limit_tokens:
                 correction.overcommitted(book.now_s)
-            if ratio != account.capacity_ratio:
-                account.set_limit(account.capacity_tokens, ratio)
+            if correction.ratio != account.capacity_ratio:
+                account.set_limit(account.capacity_tokens, correction.ratio)
+
+    def _plan_holding(self) -> None:
+        """Plan for each replica how long programs are held: a plan that no tool asks for stays true, too."""
+        now_s = self.book.now_s
+        for replica in self.book.granting_replicas:
+            account = replica.account
+            self.knowledge.holding(replica.replica_id, account.assumed_tokens, account.own_ratio, now_s)

@@ -130,6 +130,7 @@ def build_app(
     flow = Turns(
         runtime, client, replicas, watcher, metrics, turn_settings, tenancy, held, made, websockets, sandboxes, judge
     )
+    runtime.turn_aborters.append(flow.abort)
     turns = TurnHandlers(flow)
     side_calls = SideCalls(
         client,
@@ -162,6 +163,7 @@ def build_app(
         limit_s=engine_control_settings.lease_limit_s,
         total_s=engine_control_settings.lease_total_s,
         aliases=aliases,
+        keys_share=lambda: keyring.has_several_data_keys,
     )
     app = web.Application(client_max_size=guard_settings.max_body_bytes)
     app[STALL_LIMIT_S] = guard_settings.client_stall_limit_s
@@ -177,7 +179,7 @@ def build_app(
     if simulated:
         app.on_response_prepare.append(_say_simulated)
     sandbox_handlers = SandboxHandlers(sandboxes, tenancy)
-    app.on_shutdown.extend((live.close, sandbox_handlers.close, _closing(websockets)))
+    app.on_shutdown.extend((leases.stop_waiting, live.close, sandbox_handlers.close, _closing(websockets)))
     app.on_cleanup.extend((_stopping(replicas.breakers), _closing(engine_control, weight_sync, leases)))
     routes = [
         *engine_control.routes(),
@@ -191,7 +193,7 @@ def build_app(
         *ReplicaHandlers(runtime, replicas, discovery).routes(),
         *Operations(runtime, provisioner).routes(),
         *live.routes(),
-        *Dashboard().routes(),
+        *Dashboard(lambda request: admin_port is None or admin_port.is_here(request.transport)).routes(),
         *Login(keyring, logins).routes(),
         *KeyHandlers(keyring, keys_file, quotas).routes(),
         *ConfigurationHandlers(reloads).routes(),

@@ -15,12 +15,13 @@ from thunderagent.errors import (
     NotFoundError,
     RequestError,
     ThunderAgentError,
+    UpgradeRefusedError,
 )
 from thunderagent.proxy.control.engine_control import EngineControl
 from thunderagent.proxy.control.facade import is_of_one_replica, turn_on
 from thunderagent.proxy.fleet.commands import command_of
 from thunderagent.proxy.fleet.replicas import Replicas
-from thunderagent.proxy.gate.access import WEBSOCKETS, Use, use_of
+from thunderagent.proxy.gate.access import WEBSOCKETS, Use, base_url_hint, use_of
 from thunderagent.proxy.gate.admin_port import AdminPort
 from thunderagent.proxy.gate.guard import Guard, Handler, says_nothing_yet
 from thunderagent.proxy.gate.held import HeldTurns, KeptBody
@@ -129,7 +130,8 @@ def front_of(
     def way_of(head: RequestHead, target: Target) -> Way | None:
         if head.upgrades:
             wants_one = head.headers["Upgrade"].lower() == "websocket"
-            return Way(target.plainly()) if wants_one and target.spelt in WEBSOCKETS else None
+            may_be_told = target.spelt in WEBSOCKETS or use_of(target, "POST") is Use.TURN
+            return Way(target.plainly()) if wants_one and may_be_told else None
         if use_of(target, "POST") is Use.TURN:
             return Way(target.plainly(), stays=True)
         if is_of_one_replica(target) and (found := turn_on(target, "POST", replicas)) is not None:
@@ -142,6 +144,8 @@ def front_of(
         return guard.let_in(asked, for_admin=way.is_operators)
 
     async def converse(exchange: Exchange, chosen_id: str | None) -> None:
+        if exchange.target.spelt not in WEBSOCKETS:
+            raise UpgradeRefusedError("no websocket is passed on this path: send the turn as a POST")
         with held.websocket():
             await flow.answer(exchange, chosen_id)
 
@@ -160,6 +164,8 @@ def by_inner_path(turns: TurnHandlers, side_calls: SideCalls, models: Models, el
         use = use_of(target, request.method)
         if use is Use.TURN:
             return await turns.handle(request)
+        if (hint := base_url_hint(target)) is not None:
+            raise NotFoundError(f"there is no {told_path(request)}: {hint}")
         if request.method == "GET" and target.spelt == "/v1/models":
             return await models.handle(request)
         if request.method in ("GET", "HEAD") and target.words[:2] == MODELS and target.words[2:]:
@@ -192,7 +198,7 @@ def by_engine_control(engine_control: EngineControl, replicas: Replicas, own_par
 def own_parts_of(routes: Iterable[web.RouteDef]) -> frozenset[str]:
     """Return the first parts of the proxy's own paths: anything else under them does not exist."""
     first_parts = {route.path.split("/")[1] for route in routes if route.path not in TURN_DIALECTS}
-    return frozenset(first_parts - {"v1"})
+    return frozenset(first_parts - {"v1", ""} | {"internal"})  # a scheduler's, also where there is none
 
 
 async def _no_route(request: web.Request) -> ThunderAgentError:

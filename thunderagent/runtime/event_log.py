@@ -22,6 +22,7 @@ from thunderagent.policy_loader import load_policy, parse_setting
 from thunderagent.programs.learned.goodput import Goodput
 from thunderagent.programs.model.decisions import Decision
 from thunderagent.programs.model.events import Event, Media, PrefixCut, TurnAdopted, TurnArrived
+from thunderagent.programs.model.records.limits import ProgramLimits
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.pools import Handled, share
 from thunderagent.programs.scheduler import Scheduler
@@ -182,7 +183,9 @@ def _event_of(kind: type[Any], fields: dict[str, Any]) -> Any:
     if _is_interpreted(kind):
         kind(**fields)  # refuses fields that the event does not have
         return msgspec.convert(fields, kind)
-    read = {name: msgspec.convert(fields[name], shape) for name, shape in _SHAPES.items() if name in fields}
+    read: dict[str, Any] = {
+        name: msgspec.convert(fields[name], shape) for name, shape in _SHAPES.items() if name in fields
+    }
     if kind is TurnAdopted:
         read["arrived"] = _event_of(TurnArrived, fields["arrived"])
     return kind(**fields | read)
@@ -193,7 +196,12 @@ def _is_interpreted(kind: type[Any]) -> bool:
     return isinstance(kind.__annotations__["now_s"], str)
 
 
-_SHAPES = {"prefix": tuple[PrefixCut, ...], "media": Media, "program_ids": tuple[str, ...]}
+_SHAPES = {
+    "prefix": tuple[PrefixCut, ...],
+    "media": Media,
+    "program_ids": tuple[str, ...],
+    "limits": ProgramLimits,
+}
 """Fields of compiled events that are no single value."""
 
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Final
 
 from thunderagent.leases import ReplicaMap, ReplicaState
@@ -49,6 +50,8 @@ class Fleet:
         self._pools = pools
         self.urls: dict[str, str] = {}
         """By replica id."""
+        self.aborts_counts: Counter[str] = Counter()
+        """How often a trainer aborted what ran on a replica."""
         self.replicas = ReplicaMap()
         """What others may know of them."""
 
@@ -76,4 +79,11 @@ class Fleet:
             self._pools.of_replica(replica_id).name if self._pools.several else "",
             replica.verdict.state.value,
             replica.verdict.reason,
+            self.aborts_counts[replica_id] if self.aborts_counts else 0,
         )
+
+    def aborted(self, replica_id: str) -> None:
+        """Push that a trainer aborted what runs on a replica."""
+        self.aborts_counts[replica_id] += 1
+        if replica_id in self._pools.replicas:
+            self.replicas.push((self.state_of(replica_id),))

@@ -65,8 +65,10 @@ from thunderagent.programs.model.fleet_events import (
     ReplicaRemoved,
     ReplicaTripped,
     ReplicaUp,
+    TurnLimited,
 )
 from thunderagent.programs.model.program import Program
+from thunderagent.programs.model.records.limits import ProgramLimits, least_of
 from thunderagent.programs.model.records.signals import Signal
 from thunderagent.programs.model.verdict import ReplicaState
 from thunderagent.programs.pools import Pools
@@ -90,6 +92,8 @@ class RuntimeSettings:
     """Longest time between two ticks; a policy may want them more often."""
     grace_s: float = 30.0
     """How long a shutdown waits for turns in flight."""
+    program_limits: ProgramLimits | None = None
+    """What each program may use, beside its own limits."""
 
 
 class ReplicaWork(NamedTuple):
@@ -149,7 +153,9 @@ class Runtime:
         self._pressed: dict[str, asyncio.TimerHandle] = {}
         """Ends of the times for which replicas are granted nothing, because they said that they are full."""
         self._aborted_s: dict[str, float] = {}
-        """When a trainer last aborted all that ran on a replica."""
+        """When a trainer last aborted what ran on a replica."""
+        self.turn_aborters: list[Callable[[str, str], int]] = []
+        """Each ends the turns of a program that somebody carries, with the error of a code, and returns how many."""
         self._superseded_ids: set[int] = set()
         """Turns replaced by another attempt, until their carrier has heard of it."""
         self._fleet = Fleet(self.pools)
@@ -249,9 +255,18 @@ class Runtime:
 
     def _arrives(self, ask: TurnAsk, now_s: float) -> list[Decision]:
         """Report an arriving turn, and first its model if only some replicas of its pool serve that."""
+        self._tell_limits(ask, now_s)
         if self.pools.some_partly and ask.pinned_replica_id is None and (name := self.pools.partly_name(ask.model)):
             self._writer.dispatch(ModelAsked(now_s, ask.turn_id, name))
         return self._writer.dispatch(arrival(ask, now_s))
+
+    def _tell_limits(self, ask: TurnAsk, now_s: float) -> None:
+        """Report what the program of a turn that comes next may use, if anything limits it."""
+        limits = ask.limits
+        if self.settings.program_limits is not None:
+            limits = least_of(self.settings.program_limits, limits)
+        if limits is not None and ask.program_id is not None:
+            self._writer.dispatch(TurnLimited(now_s, ask.turn_id, limits))
 
     async def _with_pool(self, ask: TurnAsk, came_s: float, while_held: AbstractContextManager[object]) -> TurnAsk:
         """Find the pool of a turn; return the turn with the patience that its client has left after that."""
@@ -283,8 +298,6 @@ class Runtime:
         there.
         """
         aborted_count = 0
-        if replica_id is not None:
-            self._aborted_s[replica_id] = self.now_s()
         turns = self.pools.turns if replica_id is None else self.pools.of_replica(replica_id).scheduler.turns
         for turn_id in sorted(self._abortable_ids):
             waiter, turn = self._waiters[turn_id], turns.get(turn_id)
@@ -296,6 +309,11 @@ class Runtime:
                 aborted_count += 1
         return aborted_count
 
+    def replica_aborted(self, replica_id: str) -> None:
+        """Record that a trainer aborts what runs on a replica, all or some of it."""
+        self._aborted_s[replica_id] = self.now_s()
+        self._fleet.aborted(replica_id)
+
     def abort_named(self, engine_request_ids: Collection[str]) -> int:
         """End the wait of the held turns that engines would know by these ids, as above; return their number."""
         named = [turn_id for turn_id, name in self._engine_request_ids.items() if name in engine_request_ids]
@@ -303,6 +321,10 @@ class Runtime:
         for waiter in waiting:
             waiter.set_exception(TurnAbortedError(ABORTED))
         return len(waiting)
+
+    def abort_turns(self, program_id: str, code: str) -> int:
+        """Abort all turns of a program, at their engines, too; return how many. End it at once after that."""
+        return sum([abort(program_id, code) for abort in self.turn_aborters])
 
     def unanswered_count(self, replica_ids: Collection[str], since_s: float) -> int:
         """Count turns on these replicas that were granted since then and have no first byte yet."""
@@ -360,6 +382,11 @@ class Runtime:
         program = self.programs.get(program_id)
         return program.tenant if program is not None else None
 
+    def claim_tokens(self, program_id: str) -> int:
+        """Return what a program claims, or would if it were let in; 0 if there is none of that id."""
+        program = self.programs.get(program_id)
+        return program.claim_tokens if program is not None else 0
+
     def lives(self, program_id: str, generation: int) -> bool:
         """Return whether this incarnation of a program still lives."""
         if self.pools.several:
@@ -384,6 +411,11 @@ class Runtime:
             is_tripped=replica.tripped and not replica.verdict.holds(ReplicaState.FAILING),
             collapsed_ratio=replica.keeping.found_ratio if replica.up and replica.keeping.has_collapsed else None,
         )
+
+    def has_begun(self, replica_id: str) -> bool:
+        """Return whether a turn on a replica has begun its answer. Cost: O(turns)."""
+        turns = self.pools.of_replica(replica_id).scheduler.turns.values()
+        return any(turn.account_id == replica_id and turn.started_s is not None for turn in turns)
 
     def longest_prefill_s(self, replica_id: str) -> float:
         """Return how long the longest prompt on a replica should take whose answer has not begun. Cost: O(turns)."""
@@ -448,6 +480,7 @@ class Runtime:
         Return False, without counting, if nothing is granted there now.
         """
         now_s = self.now_s()
+        self._tell_limits(ask, now_s)
         self._writer.dispatch(TurnAdopted(now_s, ask.turn_id, replica_id, arrived(ask, now_s)))
         adopted = ask.turn_id in self.pools.turns
         if adopted:
@@ -462,7 +495,7 @@ class Runtime:
         `outcome` says how it ended: `success`, `failure`, or empty.
         """
         lives = any(generation in (None, program.generation) for program in self.pools.incarnations(program_id))
-        if lives or self._is_hopeless(program_id):
+        if lives or self._is_refused(program_id):
             self._writer.dispatch(ProgramReleased(self.now_s(), program_id, generation, outcome))
         return lives
 
@@ -478,13 +511,13 @@ class Runtime:
     def release_together(self, program_ids: Sequence[str]) -> list[str]:
         """End several programs at once, so that none of them gets another's room; return those that lived."""
         live_ids = [program_id for program_id in program_ids if program_id in self.programs]
-        known_ids = [each for each in program_ids if each in self.programs or self._is_hopeless(each)]
+        known_ids = [each for each in program_ids if each in self.programs or self._is_refused(each)]
         if known_ids:
             self._writer.dispatch(ProgramsReleased(self.now_s(), tuple(known_ids)))
         return live_ids
 
-    def _is_hopeless(self, program_id: str) -> bool:
-        return any(program_id in scheduler.hopeless_ids for scheduler in self.pools.schedulers)
+    def _is_refused(self, program_id: str) -> bool:
+        return any(program_id in scheduler.refused_ids for scheduler in self.pools.schedulers)
 
     def tool_started(self, program_id: str, tool: str = "", *, inferred: bool = False) -> bool:
         """Report that a program's tool begins now, `inferred` if not by its client; return False if it is unknown."""
@@ -555,6 +588,7 @@ class Runtime:
         """Report that a replica is gone for good."""
         self._fleet.urls.pop(replica_id, None)
         self._aborted_s.pop(replica_id, None)
+        self._fleet.aborts_counts.pop(replica_id, None)
         self._writer.dispatch(ReplicaRemoved(self.now_s(), replica_id))
         self.served.forget(replica_id)
 
@@ -563,6 +597,11 @@ class Runtime:
         if tripped and why:
             self.replica_judged(replica_id, ReplicaState.FAILING, why)
         self._writer.dispatch(ReplicaTripped(self.now_s(), replica_id, tripped))
+
+    def replica_recovered(self, replica_id: str) -> None:
+        """Report that a replica that was tripped has answered a turn well: it is no longer failing."""
+        if replica_id in self.pools.replicas:
+            self.replica_judged(replica_id, ReplicaState.FAILING, "")
 
     def replica_pressed(self, replica_id: str, for_s: float, why: str) -> None:
         """Report that a replica says it is full: it is granted nothing for that time."""

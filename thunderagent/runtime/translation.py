@@ -13,8 +13,10 @@ import structlog
 from thunderagent.errors import (
     NoReplicaError,
     NoRoomInTimeError,
+    ProgramDeadlineError,
     ProgramHopelessError,
     ProgramKilledError,
+    ProgramLimitError,
     ProgramReleasedError,
     ThunderAgentError,
     TooManyProgramsError,
@@ -93,6 +95,15 @@ _REFUSALS: dict[Reason, tuple[type[ThunderAgentError], str]] = {
     Reason.HOPELESS: (
         ProgramHopelessError,
         "program {!r} was ended, because a judge expects it to fail" + _NOT_FORWARDED,
+    ),
+    Reason.MAX_TURNS: (ProgramLimitError, "program {!r} has had its max_turns" + _NOT_FORWARDED),
+    Reason.MAX_TOKENS: (ProgramLimitError, "program {!r} has used its max_tokens" + _NOT_FORWARDED),
+    Reason.MAX_AGE: (ProgramLimitError, "program {!r} has reached its max_age_s" + _NOT_FORWARDED),
+    Reason.DEADLINE: (ProgramDeadlineError, "the deadline_s of program {!r} has passed" + _NOT_FORWARDED),
+    Reason.DEADLINE_UNMET: (
+        ProgramDeadlineError,
+        "program {!r} cannot meet its deadline_s: its turns that are left would take longer, even alone on an engine"
+        + _NOT_FORWARDED,
     ),
     Reason.OVERDRAWN: (NoRoomInTimeError, "there is no room before its client would give up" + _NOT_FORWARDED),
     Reason.LEAVING: (

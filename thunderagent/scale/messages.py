@@ -173,10 +173,14 @@ class Refusal(Struct, frozen=True, array_like=True, tag="reject", gc=False):
 
 
 class Revoke(Struct, frozen=True, array_like=True, tag="revoke", gc=False):
-    """End a turn: its client retried it, and the next attempt came to another gateway."""
+    """End a turn: its client retried it, and the next attempt came to another gateway.
+
+    With a `code`, its program was ended so, and it ends with that error.
+    """
 
     turn_id: int
     program_id: str
+    code: str = ""
 
 
 class Ok(Struct, frozen=True, array_like=True, tag="ok", gc=False):

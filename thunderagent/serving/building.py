@@ -11,6 +11,7 @@ import structlog
 from thunderagent.config import JUDGE_ON_REPLICAS, ServeConfig
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy, parse_setting
+from thunderagent.programs.model.records.limits import NO_PROGRAM_LIMITS, ProgramLimits
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.fleet.client import ClientSettings, ReplicaClient
@@ -41,6 +42,14 @@ def policy_settings_of(config: ServeConfig) -> dict[str, Any]:
     parts = {"admission": config.admission, "order": config.order, "victims": config.victims}
     parts |= {"priority": config.priority, "global_policy": config.global_policy}
     return {**settings, **{kind: name for kind, name in parts.items() if name}}
+
+
+def program_limits_of(config: ServeConfig) -> ProgramLimits | None:
+    """Return what each program may use by these options; None if nothing is limited."""
+    limits = ProgramLimits(
+        config.program_max_turns, config.program_max_tokens, config.program_max_age_s, config.program_deadline_s
+    )
+    return limits._replace(ends=config.program_limit_end == "finish") if limits != NO_PROGRAM_LIMITS else None
 
 
 def build_runtime(config: ServeConfig) -> tuple[Runtime, EventLogWriter | None]:
@@ -81,7 +90,7 @@ def build_runtime(config: ServeConfig) -> tuple[Runtime, EventLogWriter | None]:
         )
     runtime = Runtime(
         scheduler,
-        RuntimeSettings(tick_s=config.tick_s, grace_s=config.grace_s),
+        RuntimeSettings(config.tick_s, config.grace_s, program_limits_of(config)),
         event_log=event_log,
         make_scheduler=make_scheduler if config.model_pools else None,
     )

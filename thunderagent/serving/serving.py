@@ -18,6 +18,7 @@ from thunderagent.backends.discovery import Source
 from thunderagent.backends.poller import Poller, PollerSettings
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
+from thunderagent.programs.model.fleet_events import ReplicaUp
 from thunderagent.proxy.admin.cell import CellReport
 from thunderagent.proxy.app import HISTORY, LOOP_LAG, OPEN_FILES, build_app
 from thunderagent.proxy.control.engine_control import EngineControlSettings
@@ -60,6 +61,9 @@ from thunderagent.serving.security import (
 
 log = structlog.get_logger("thunderagent")
 
+FIRST_POLLS_S = 1.0
+"""Time for a first replica to be found up before it is said that none is."""
+
 
 class Beside(Protocol):
     """What is served and run beside the proxy."""
@@ -78,12 +82,13 @@ async def serve(
     config: ServeConfig,
     *,
     ready: Callable[[str, str], None] = lambda *_: None,
+    not_ready: Callable[[str, str], None] = lambda *_: None,
     load: Callable[[], ServeConfig] | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, or until cancelled.
 
-    `ready` is called with the URL, and the policy's name with those of its parts, once it listens; `load` reloads the
-    configuration, on SIGHUP.
+    `ready` is called with the URL, and the policy's name with those of its parts, once it listens and a replica is up;
+    if none is up at the first polls, `not_ready` is called before. `load` reloads the configuration, on SIGHUP.
 
     A shutdown goes: not ready, serve for the delay, grant nothing new, let turns in flight end up to the grace period,
     flush the event log, close. Raises `ConfigurationError` before anything was started, `OSError` if the address cannot
@@ -114,11 +119,30 @@ async def serve(
             proxy(config, runtime, urls, simulated=simulated, load=load, opened=apps.append)
         )
         calm_garbage_collector()
-        ready(url, runtime.scheduler.policy.name)
-        await stop.wait()
+        async with background(partial(_announce, runtime, url, ready, not_ready)):
+            await stop.wait()
         log.info("shutting_down", leases_count=runtime.leases_count, grace_s=config.grace_s)
         await leave(apps[0], runtime, config.shutdown_delay_s)
         await runtime.close()
+
+
+async def _announce(
+    runtime: Runtime, url: str, ready: Callable[[str, str], None], not_ready: Callable[[str, str], None]
+) -> None:
+    """Say that a proxy is ready, once a replica is up, and before that one is waited for, if none is at first."""
+    came_up = asyncio.Event()
+    forget = runtime.observe(lambda *_: came_up.set(), ReplicaUp)
+    try:
+        if not any(scheduler.open_replicas for scheduler in runtime.pools.schedulers):
+            try:
+                async with asyncio.timeout(FIRST_POLLS_S):
+                    await came_up.wait()
+            except TimeoutError:
+                not_ready(url, runtime.scheduler.policy.name)
+                await came_up.wait()
+        ready(url, runtime.scheduler.policy.name)
+    finally:
+        forget()
 
 
 def check_one_process(config: ServeConfig) -> None:
@@ -189,6 +213,7 @@ async def proxy(
     identity = IdentityRules(
         config.program_headers,
         user_names_program=config.user_names_program,
+        bucket_names_program=config.bucket_names_program,
         tokens=Tokens(runtime) if config.bearer_programs else None,
         infers_programs=config.infer_programs,
         # A log may be replayed under a policy that wants them.

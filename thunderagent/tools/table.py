@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import cast
 
-from thunderagent.errors import SandboxEngineError, SandboxError, SandboxRefusedError
+from thunderagent.errors import SandboxEngineError, SandboxError, SandboxPullLimitError, SandboxRefusedError
 from thunderagent.tools.base import Place
 from thunderagent.tools.sandbox import ALIVE, COMING, Caps, PrepareTimes, Room, Sandbox, Stage, Step
 from thunderagent.tools.template import DriverKind, Template
@@ -229,7 +229,7 @@ class SandboxTable:
     def failed(self, now_s: float, sandbox: Sandbox, error: SandboxError) -> bool:
         """Record that a preparation failed; return whether it will be retried.
 
-        An engine that does not answer costs no attempt: it is waited for.
+        An engine that does not answer, or a registry that lets nothing be pulled, costs no attempt: it is waited for.
         """
         sandbox.why = error.message
         if not isinstance(error, SandboxEngineError):
@@ -238,6 +238,8 @@ class SandboxTable:
             sandbox.advance(Step.RETRY)
             doublings = max(0, sandbox.attempt_count - 1)
             sandbox.retry_at_s = now_s + min(self.caps.backoff_s * 2**doublings, self.caps.backoff_limit_s)
+            if isinstance(error, SandboxPullLimitError) and error.retry_after_s is not None:
+                sandbox.retry_at_s = max(sandbox.retry_at_s, now_s + error.retry_after_s)
             return True
         self._fail(now_s, sandbox)
         return False

@@ -20,6 +20,8 @@ from thunderagent.workflows.instance import load_class
 from thunderagent.workflows.stubs import write_stubs
 
 TIMEOUT_S = 5.0
+MAX_SNAPSHOT_BYTES = 64 * 2**20
+"""A deployment's is not larger, with a hundred thousand sessions."""
 
 
 def run_stubs(args: argparse.Namespace) -> int:
@@ -60,7 +62,10 @@ def read_snapshot(path: Path) -> dict[str, Any]:
         connection.settimeout(TIMEOUT_S)
         connection.connect(str(path))
         with connection.makefile("rb") as answer:
-            found: dict[str, Any] = json.loads(answer.read())
+            said = answer.read(MAX_SNAPSHOT_BYTES + 1)
+    if len(said) > MAX_SNAPSHOT_BYTES:
+        raise ValueError(f"it sent more than {MAX_SNAPSHOT_BYTES} bytes")
+    found: dict[str, Any] = json.loads(said)
     return found
 
 

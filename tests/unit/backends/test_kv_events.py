@@ -6,6 +6,7 @@ import asyncio
 import resource
 import subprocess
 import sys
+import time
 from collections import deque
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -376,6 +377,25 @@ async def test_rubbish_is_survived(engine: Engine) -> None:
         assert [line["event"] for line in logs] == ["kv_events_unreadable"] * 2
         await engine.publish(stored(21, parent=20, program="new"))
         await recorder.until(p=2, new=2)
+
+
+async def test_a_message_that_clears_again_and_again_costs_as_many_events(engine: Engine) -> None:
+    """Each program is forgotten once, not with each clearing; others run between slices."""
+    programs_count, clears_count = 10_000, 60_000
+    async with following(engine) as recorder:
+        for first in range(1, programs_count, 1000):
+            await engine.publish(*(stored(n, program=f"p{n}") for n in range(first, first + 1000)))
+        await recorder.until(**{f"p{n}": 1 for n in range(1, programs_count + 1)})
+        begun_s = worked_s = time.process_time()
+        longest_s = 0.0
+        await engine.publish(*([{"type": "AllBlocksCleared"}] * clears_count), stored(1, program="last"))
+        async with asyncio.timeout(60):
+            while recorder.figures.get("last") != 1 or any(recorder.figures[f"p{n}"] for n in (1, programs_count)):
+                await asyncio.sleep(0)
+                now_s = time.process_time()
+                worked_s, longest_s = now_s, max(longest_s, now_s - worked_s)
+        assert longest_s < 0.1
+        assert time.process_time() - begun_s < 20, "it took 110 s, with a look at each program for each clearing"
 
 
 async def test_a_flood_stops_nobody_and_is_reported_seldom(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

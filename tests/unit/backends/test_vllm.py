@@ -85,6 +85,7 @@ def test_a_real_engine_is_read() -> None:
         generated_tokens_total=26_370.0,
         iterations_total=8149.0,
         progress_total=1_383_846.0,
+        uncached_ranks_count=0,
     )
 
 
@@ -284,3 +285,16 @@ def test_where_kv_events_are_published_is_read(
 ) -> None:
     assert read_kv_event_sources(json.dumps(said).encode(), "h", rank) == expected
     assert read_kv_event_sources(b"\xff", "h", rank) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [(["True"], 0), (["False"], 1), (["True", "False"], 1), (["None"], None), ([], None), (["maybe"], None)],
+)
+def test_ranks_whose_prefix_cache_is_off_are_counted(words: list[str], count: int | None) -> None:
+    """None: nothing was said."""
+    lines = [
+        f'vllm:cache_config_info{{enable_prefix_caching="{word}",engine="{rank}"}} 1.0'
+        for rank, word in enumerate(words)
+    ]
+    assert VllmBackend().read_metrics("\n".join(lines)).uncached_ranks_count == count

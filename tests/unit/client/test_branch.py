@@ -7,6 +7,7 @@ import sys
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import httpx2
 import openai
 import pytest
 
@@ -156,6 +157,7 @@ def test_clients_of_anthropic_are_set_up(monkeypatch: pytest.MonkeyPatch) -> Non
 
     fake = ModuleType("anthropic")
     vars(fake).update(Timeout=timeout, Anthropic=SimpleNamespace, AsyncAnthropic=SimpleNamespace)
+    vars(fake).update(DefaultHttpxClient=SimpleNamespace, DefaultAsyncHttpxClient=SimpleNamespace)
     monkeypatch.setitem(sys.modules, "anthropic", fake)
     p = program("a", proxy=PROXY)
     for client in (p.anthropic(max_retries=1), p.async_anthropic(max_retries=1)):
@@ -165,6 +167,7 @@ def test_clients_of_anthropic_are_set_up(monkeypatch: pytest.MonkeyPatch) -> Non
             "api_key": "none",
             "max_retries": 1,
             "default_headers": {},
+            "http_client": SimpleNamespace(mounts=dict.fromkeys(("all://", "http://", "https://"))),
         }
     monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "token")
     assert not hasattr(p.anthropic(), "api_key")
@@ -201,3 +204,12 @@ print(sorted(name for name in sys.modules if name.startswith("thunderagent.") an
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
     assert run.stdout.split("\n")[:2] == ["[]", "[]"]
+
+
+def test_clients_heed_the_environments_http_proxies_as_little_as_a_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clusters have such a proxy for the outside world; it cannot reach a proxy of programs, and nobody asks it to."""
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    with program("a", proxy=PROXY, release_limit_s=0.0).openai() as client:
+        route = client._client._transport_for_url(httpx2.URL("http://10.0.0.1/v1"))
+        assert route is client._client._transport

@@ -346,7 +346,7 @@ def test_the_service_s_variables_are_not_taken_for_the_configuration(
     """A Service called thunderagent would set THUNDERAGENT_PORT to an address, which the proxy refuses."""
     assert pod_of(one("Deployment", "thunderagent"))["spec"]["enableServiceLinks"] is False
     monkeypatch.setenv("THUNDERAGENT_PORT", "tcp://10.0.0.1:8300")
-    with pytest.raises(Exception, match="port"):
+    with pytest.raises(Exception, match="THUNDERAGENT_PORT: "):
         ServeConfig.load(KUBERNETES / "thunderagent.toml")
 
 

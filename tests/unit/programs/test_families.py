@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from tests.builders import Driver
-from thunderagent.programs.model.decisions import Grant, Reason
+from thunderagent.programs.model.decisions import Grant, Reason, Release
 from thunderagent.programs.model.policy import Policy
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.policies.baselines.sticky import Sticky
@@ -176,3 +176,40 @@ def test_an_announced_program_takes_its_family_along_when_its_tenant_is_named() 
     driver.takes_turn("parent", 100, tenant="red")
     driver.opens("child", parent="parent")
     assert driver.arrives("child", 100, tenant="red") in driver.granted_on
+
+
+def test_a_child_without_a_turn_ends_when_its_parent_goes_on() -> None:
+    """Its client never releases it; else the parent waits for the memory of a sub-agent that has ended."""
+    driver = Driver(Cap(n=1), replicas={"r0": 2000})
+    driver.takes_turn("parent", 900)
+    driver.finishes(driver.arrives("child", 500, parent="parent"), 500)
+    driver.finishes(driver.arrives("grandchild", 500, parent="child"), 500)
+    assert driver.arrives("parent", 950) in driver.granted_on
+    assert set(driver.scheduler.programs) == {"parent"}
+    (end, *_) = [each for each in driver.decisions if isinstance(each, Release) and each.program_id == "child"]
+    assert end.reason is Reason.PARENT_GOES_ON
+
+
+def test_who_may_work_beside_its_parent_does_not_end() -> None:
+    """A child in flight, whose tool runs, that said when it is back, or had no turn; and a stranger's."""
+    driver = Driver(Sticky())
+    driver.takes_turn("parent", 100)
+    driver.arrives("in flight", 10, parent="parent")
+    driver.finishes(driver.arrives("calls a tool", 10, parent="parent"), 10, tool="bash")
+    driver.finishes(driver.arrives("is back", 10, parent="parent"), 10)
+    driver.is_hinted("is back", 5.0)
+    driver.opens("announced", parent="parent")
+    driver.finishes(driver.arrives("stranger", 10, parent="somebody else"), 10)
+    driver.finishes(driver.arrives("done", 10, parent="parent"), 10)
+    driver.arrives("parent", 110)
+    assert set(driver.scheduler.programs) == {
+        *("parent", "in flight", "calls a tool", "is back", "announced", "stranger")
+    }
+
+
+def test_two_that_name_each_other_end_only_the_other() -> None:
+    driver = Driver(Sticky())
+    driver.finishes(driver.arrives("one", 10, parent="other"), 10)
+    driver.finishes(driver.arrives("other", 10, parent="one"), 10)
+    assert driver.arrives("one", 20) in driver.granted_on
+    assert set(driver.scheduler.programs) == {"one"}

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from time import process_time
+
+import pytest
+
 from thunderagent.programs.model.events import ProgramsReleased, Tick, TurnAbandoned, TurnArrived
 from thunderagent.programs.model.fleet_events import ReplicaUp, RouteSet
 from thunderagent.programs.policies.baselines.passthrough import Passthrough
@@ -55,13 +59,29 @@ def test_a_name_that_goes_before_its_scheduler_heard_of_it_is_no_error() -> None
     assert not pools.all[0].scheduler.core.routing.routes
 
 
+@pytest.mark.parametrize("others", [("base",), ()])
+def test_a_hundred_thousand_names_cost_as_many_looks(others: tuple[str, ...]) -> None:
+    """Many adapters on one replica of a pool: each name was searched for in the list of all of them, for 30 s."""
+    names = tuple(f"m{number}" for number in range(100_000))
+    pools = Pools(new_scheduler(), new_scheduler)
+    begun_s = process_time()
+    pools.listed("r0", ("base", *names))
+    pools.listed("r1", others)
+    pools.handle(ReplicaUp(1.0, "r0", 1000))
+    pools.listed("r0", ("base", *reversed(names)))
+    pools.listed("r0", ("base",))
+    pools.handle(Tick(2.0))
+    assert process_time() - begun_s < 30
+    assert not pools.all[0].partly
+
+
 def test_programs_that_are_released_together_are_no_longer_hopeless_in_any_pool() -> None:
     """A pool may know only such programs."""
     pools = two_pools()
-    hopeless_ids = pools.all[1].scheduler.hopeless_ids
-    hopeless_ids["p"] = None
+    refused_ids = pools.all[1].scheduler.refused_ids
+    refused_ids["p"] = None
     pools.handle(ProgramsReleased(2.0, ("other", "p")))
-    assert not hopeless_ids
+    assert not refused_ids
 
 
 def test_a_route_replaces_the_one_that_it_has_in_another_pool() -> None:

@@ -159,7 +159,7 @@ def test_nobody_is_ended_if_that_was_not_asked_for() -> None:
     assert driver.arrives("a", 10) in driver.granted_on
 
 
-def test_who_is_hopeless_is_ended_and_told_so() -> None:
+def test_who_is_refused_is_ended_and_told_so() -> None:
     """Its claim goes, its turns in flight end, its next ones are rejected, until its client releases or opens it."""
     driver = Driver(settings=HOPELESS)
     driver.takes_turn("a", 10)
@@ -176,7 +176,7 @@ def test_who_is_hopeless_is_ended_and_told_so() -> None:
     assert driver.arrives("a", 10) in driver.granted_on
 
 
-def test_who_is_hopeless_and_held_is_told_at_once() -> None:
+def test_who_is_refused_and_held_is_told_at_once() -> None:
     """A turn that waits for memory waits no longer; others get the program's memory."""
     driver = Driver(settings=HOPELESS, replicas={"r0": 1000})
     driver.takes_turn("a", 10)

@@ -27,6 +27,7 @@ from thunderagent.programs.model.fleet_events import (
     WorkPolled,
 )
 from thunderagent.programs.model.records.kept import BranchRecord, ProgramRecord, ProgramsAdopted
+from thunderagent.programs.model.records.limits import ProgramLimits
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.scheduler import Scheduler
@@ -47,7 +48,9 @@ def a_log(path: Path, driver: Driver) -> Path:
 def every_event() -> Driver:  # noqa: PLR0915 - a line for each kind
     """A driver that handled each kind of event, with ids that JSON must escape."""
     driver = Driver(Cap(n=1), settings=SETTINGS)
-    turn = driver.arrives('a "quoted" \u2028 日本', 100, branch="sub", parent_branch="agent")
+    turn = driver.arrives(
+        'a "quoted" \u2028 日本', 100, branch="sub", parent_branch="agent", limits=ProgramLimits(9, deadline_s=1e6)
+    )
     driver.starts(turn)
     driver.progresses(turn, 5)
     driver.finishes(turn, 120, 8, 64)

@@ -346,12 +346,12 @@ async def test_programs_that_are_released_together_are_no_longer_hopeless() -> N
     """This is as in a release of one; only those that lived are returned."""
     async with running(replicas=("r0", "r1")) as (runtime, _):
         (await runtime.lease(asked(runtime, "a"))).finished()
-        runtime.scheduler.hopeless_ids["b"] = None
+        runtime.scheduler.refused_ids["b"] = None
         assert runtime.release_together(["b", "a", "never-was"]) == ["a"]
-        assert not runtime.scheduler.hopeless_ids
-        runtime.scheduler.hopeless_ids["b"] = None
+        assert not runtime.scheduler.refused_ids
+        runtime.scheduler.refused_ids["b"] = None
         assert runtime.release_together(["b"]) == []
-        assert not runtime.scheduler.hopeless_ids
+        assert not runtime.scheduler.refused_ids
 
 
 async def test_a_turn_that_comes_to_a_standby_leaves_nothing_there() -> None:

@@ -45,6 +45,26 @@ def test_a_replica_whose_url_changed_is_called_at_the_new_one() -> None:
         assert known["a"].endpoint.url == url
 
 
+def test_a_gateway_knows_when_a_trainer_aborted_what_runs_on_a_replica() -> None:
+    """A count that was there before says nothing of the turns that run now; a new one does."""
+    now_s = 1.0
+    fleet = RemoteFleet(lambda: now_s)
+
+    def told(aborts_count: int, *, up: bool = True) -> dict[str, float]:
+        state = ReplicaState("a", "http://a", is_up=up, is_open=up, aborts_count=aborts_count)
+        fleet.take(Replicas((RemoteReplica(state),)))
+        return fleet.aborted_s
+
+    assert told(3) == {}
+    now_s = 2.0
+    assert told(3, up=False) == {}
+    assert told(4) == {"a": 2.0}
+    now_s = 3.0
+    assert told(4, up=False) == {"a": 2.0}
+    fleet.take(Replicas((), ("a",)))
+    assert fleet.aborted_s == {}
+
+
 class Known:
     """A proxy's replicas, and which of them began anew."""
 

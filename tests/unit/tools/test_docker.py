@@ -26,6 +26,7 @@ from thunderagent.errors import (
     SandboxEngineError,
     SandboxError,
     SandboxImageError,
+    SandboxPullLimitError,
     SandboxRefusedError,
     SandboxSpaceError,
 )
@@ -42,6 +43,7 @@ from thunderagent.tools.base import (
 from thunderagent.tools.docker import DockerDriver
 from thunderagent.tools.docker.answers import Listed
 from thunderagent.tools.docker.engine import mapped
+from thunderagent.tools.docker.images import LEAST_LIMIT_S, PullLimits, registry_of, stated_limit_s
 from thunderagent.tools.docker.networks import Networks
 from thunderagent.tools.docker.prepare import STOP_GRACE_LABEL
 from thunderagent.tools.docker.reap import reap
@@ -252,6 +254,14 @@ def answer(status: int, message: str) -> docker.errors.APIError:
         (answer(400, "Minimum memory limit allowed is 6MB"), SandboxRefusedError),
         (answer(503, "upstream"), SandboxEngineError),
         (answer(500, "something else"), SandboxError),
+        (answer(500, "toomanyrequests: You have reached your unauthenticated pull rate limit."), SandboxPullLimitError),
+        (answer(500, "toomanyrequests: Rate exceeded"), SandboxPullLimitError),
+        (answer(404, "pull access denied for x: denied: Request exceeded pull rate limit"), SandboxPullLimitError),
+        (
+            answer(500, "unexpected status from GET request to https://q/v2/: 429 Too Many Requests"),
+            SandboxPullLimitError,
+        ),
+        (answer(500, "write /x: disk quota exceeded"), SandboxSpaceError),
         (docker.errors.APIError("x", explanation="write /x: no space left on device"), SandboxSpaceError),
         (docker.errors.InvalidArgument("x"), SandboxError),
         (requests.ConnectionError("refused"), SandboxEngineError),
@@ -527,3 +537,48 @@ async def test_a_network_is_never_made_twice_at_once() -> None:
     first.cancel()
     await networks.make(name, made)
     assert (first.cancelled(), slow.most_count) == (True, 1)
+
+
+def test_a_registry_that_limits_pulls_is_left_alone_for_longer_each_time() -> None:
+    """Of two pulls at a time the second doubles nothing; another registry is asked meanwhile."""
+    now_s = 0.0
+    limits = PullLimits(lambda: now_s)
+    assert limits.hit("docker.io", "toomanyrequests").retry_after_s == LEAST_LIMIT_S
+    assert limits.hit("docker.io", "toomanyrequests").retry_after_s == LEAST_LIMIT_S
+    with pytest.raises(SandboxPullLimitError, match=r"docker\.io"):
+        limits.check("docker.io")
+    limits.check("quay.io")
+    now_s = LEAST_LIMIT_S
+    limits.check("docker.io")
+    assert limits.hit("docker.io", "toomanyrequests").retry_after_s == 2 * LEAST_LIMIT_S
+    now_s += 2 * LEAST_LIMIT_S
+    limits.passed("docker.io")
+    assert limits.hit("docker.io", "retry-after: 2m").retry_after_s == 120
+
+
+@pytest.mark.parametrize(
+    ("said", "limit_s"),
+    [
+        ("retry-after: 880.092µs", 880.092e-6),
+        ("Retry after 45 seconds", 45.0),
+        ("try again in 2 min", 120.0),
+        ("no", 0.0),
+    ],
+)
+def test_a_registry_says_when_to_come_again(said: str, limit_s: float) -> None:
+    assert stated_limit_s(said) == pytest.approx(limit_s)
+
+
+@pytest.mark.parametrize(
+    ("name", "registry"),
+    [
+        ("python:3.12", "docker.io"),
+        ("me/x", "docker.io"),
+        ("index.docker.io/me/x", "docker.io"),
+        ("ghcr.io/a/b@sha256:1", "ghcr.io"),
+        ("localhost/a", "localhost"),
+        ("host:5000/a", "host:5000"),
+    ],
+)
+def test_an_image_is_of_its_registry(name: str, registry: str) -> None:
+    assert registry_of(name) == registry

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 import stat
+import threading
+from contextlib import suppress
 from html.parser import HTMLParser
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +14,7 @@ import pytest
 
 from tests.unit.workflows.agents import only
 from thunderagent.cli import main as cli
-from thunderagent.workflows import CallError, deploy, settle, stubs
+from thunderagent.workflows import CallError, command, deploy, settle, stubs
 from thunderagent.workflows.command import read_snapshot
 from thunderagent.workflows.timeline import stages
 
@@ -66,6 +69,25 @@ def test_a_timeline_has_every_call(tmp_path: Path) -> None:
         "echo.through": 1,
         "blocking.fail": 1,
     }
+
+
+def test_a_snapshot_without_end_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "MAX_SNAPSHOT_BYTES", 1000)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
+        listening.bind(str(tmp_path / "top.sock"))
+        listening.listen()
+
+        def endless() -> None:
+            connection, _ = listening.accept()
+            with connection, suppress(OSError):
+                while True:
+                    connection.sendall(b" " * 1000)
+
+        answering = threading.Thread(target=endless)
+        answering.start()
+        with pytest.raises(ValueError, match="more than 1000 bytes"):
+            read_snapshot(tmp_path / "top.sock")
+        answering.join()
 
 
 def test_top_shows_a_running_deployment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

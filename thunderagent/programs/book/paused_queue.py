@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cmp_to_key
 from heapq import merge
 from itertools import islice
+from math import inf
 from typing import Any, Protocol
 
 from thunderagent.programs.model.places import Kind, Place
@@ -76,11 +77,11 @@ class QueuePlace(Place):
         """Seconds in which programs were there, until it was last empty; and since when some are, if any."""
 
     def _order_of(self, program: Program) -> Order:
-        if program.priority and not self._some_have_priority:
+        is_first = program.priority != 0 or program.urgent_until_s < inf
+        if is_first and not self._some_have_priority:
             self._some_have_priority = True
             self.order.pair_ranks()
-        rank = self._rank_of(program)
-        return (program.priority, rank) if self._some_have_priority else rank
+        return _order(program, self._rank_of) if self._some_have_priority else self._rank_of(program)
 
     def enter(self, program: Program, now_s: float) -> None:
         """Add a program."""
@@ -128,9 +129,9 @@ class RestingPlace(QueuePlace):
 class PausedQueue:
     """Paused programs by place, each place in the policy's restore order.
 
-    A program's own priority comes before the policy's rank. A program that is not admitted yet waits in the admission's
-    order (`unadmitted`). A program that a route sends to one replica waits for that one alone, and the policy does not
-    see it there (`routed`).
+    A program's own priority comes before the policy's rank; within a priority, those that would miss their deadlines
+    come first. A program that is not admitted yet waits in the admission's order (`unadmitted`). A program that a route
+    sends to one replica waits for that one alone, and the policy does not see it there (`routed`).
 
     All programs that wait for room are in one order, wherever they stand. Nobody, newcomers included, takes room of a
     replica while a program that comes earlier waits for it (`first_routed_before`), routed or not. A routed program
@@ -223,8 +224,8 @@ class PausedQueue:
         if place.kind is Kind.WAITING and place.replica_id is not None and not place.count:
             del self.routed[place.replica_id]
 
-    def _by(self, program: Program) -> tuple[int, Rank]:
-        return program.priority, self._rank(program)
+    def _by(self, program: Program) -> tuple[float, Rank]:
+        return _order(program, self._rank)
 
     def comes_before_all_waiting(self, program: Program) -> bool:
         """Return whether a program with a turn would come before all waiting programs that may go anywhere.
@@ -270,6 +271,13 @@ class PausedQueue:
                 return one_token_s < other_token_s
             return _came(one) < _came(other)
         return (self._by(one), _came(one)) < (self._by(other), _came(other))
+
+
+def _order(program: Program, rank_of: RankOf) -> tuple[float, Rank]:
+    """Return the order of a program: by priority, then urgent ones by deadline, then by rank."""
+    if program.urgent_until_s < inf:
+        return program.priority - 0.5, program.urgent_until_s
+    return program.priority, rank_of(program)
 
 
 def _came(program: Program) -> tuple[float, int]:

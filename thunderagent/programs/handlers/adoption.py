@@ -68,6 +68,7 @@ def record_of(program: Program, book: Book) -> ProgramRecord:
         program.cached_tokens_total,
         program.held_s_total,
         program.ideal_s_total,
+        program.program_limits,
     )
 
 
@@ -86,7 +87,7 @@ class Adoption:
     def _programs_adopted(self, event: ProgramsAdopted) -> None:
         core, lives = self._core, self._lives
         for record in event.programs:
-            known = record.program_id in core.book.programs or record.program_id in lives.hopeless_ids
+            known = record.program_id in core.book.programs or record.program_id in lives.refused_ids
             if not known and lives.has_place(record.tenant):
                 program = lives.open(record, record.program_id)
                 _take_in(program, record, core.book.now_s)

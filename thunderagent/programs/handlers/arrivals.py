@@ -15,6 +15,7 @@ from thunderagent.programs.model.events import PinnedTurnArrived, PrefixCut, Tur
 from thunderagent.programs.model.places import ACTING, LEAVING, Kind
 from thunderagent.programs.model.policy import Moment
 from thunderagent.programs.model.program import Program
+from thunderagent.programs.model.records.limits import ProgramLimits, least_of
 from thunderagent.programs.model.turn import Branch, Turn
 from thunderagent.programs.rules.routes import serving
 
@@ -53,7 +54,10 @@ class Arrivals:
         else:
             if earlier is not None and self._keeps_its_program(earlier, event):
                 turn_ends.drop(earlier, "superseded")
+            children_ended = bool(self._core.families) and self._lives.parent_goes_on(event.program_id)
             self._turn_of_program_arrived(event, event.program_id, earlier)
+            if children_ended:
+                self._core.balance(Moment.PROGRAM_ENDED)
         if earlier is not None and earlier.turn_id in turns:  # done late, so that its program gives nothing up before
             turn_ends.drop(earlier, "superseded")
 
@@ -64,15 +68,20 @@ class Arrivals:
             return False
         return program.marked or self._core.placing.can_avoid(program, event.avoid_replica_id)
 
-    def _turn_of_program_arrived(
+    def _turn_of_program_arrived(  # noqa: C901, PLR0912 - each way a turn may end here
         self, event: TurnArrived, program_id: str, earlier: Turn | None, runs_on: Replica | None = None
     ) -> None:
         core, book, lives = self._core, self._core.book, self._lives
         program = book.programs.get(program_id)
-        if program is None:
-            if program_id in lives.hopeless_ids:
-                book.decisions.append(Reject(event.turn_id, program_id, Reason.HOPELESS))
+        if program is None and (refused_for := lives.refused_ids.get(program_id)) is not None:
+            book.decisions.append(Reject(event.turn_id, program_id, refused_for))
+            return
+        limits = core.program_limits.asked(event.turn_id)
+        if limits is not None or (program is not None and program.program_limits is not None):
+            limits = least_of(None if program is None else program.program_limits, limits)
+            if runs_on is None and limits is not None and self._is_over_limits(event, limits, program, earlier):
                 return
+        if program is None:
             if not lives.has_place(event.tenant):
                 book.decisions.append(Reject(event.turn_id, program_id, Reason.TOO_MANY_PROGRAMS))
                 return
@@ -84,6 +93,7 @@ class Arrivals:
             lives.announced_begins(program, event)
         elif program.tool_runs:
             lives.tool_returned(program)
+        program.program_limits = limits
         if program.hint is not None:
             core.hints.turn_came(program)
         if core.routing.routes:
@@ -101,6 +111,27 @@ class Arrivals:
             self._place_turn(program, turn, earlier)
         else:
             self._count_where_it_runs(program, turn, runs_on)
+
+    def _is_over_limits(
+        self, event: TurnArrived, limits: ProgramLimits, program: Program | None, earlier: Turn | None
+    ) -> bool:
+        """Refuse a turn past its program's limits; end the program if they say so, and it has no other turn."""
+        core = self._core
+        begun = None if program is None or program.place is core.book.announced else program
+        again = begun is not None and (
+            event.supersedes_id in begun.lost_turn_ids or (earlier is not None and earlier.program is begun)
+        )
+        role = event.role or event.branch_id
+        reason = core.program_limits.why_not(limits, begun, core.book.now_s, role, again=again)
+        if reason is None:
+            return False
+        core.book.decisions.append(Reject(event.turn_id, event.program_id, reason))
+        if begun is not None:
+            begun.program_limits = limits
+            begun.note(core.book.now_s, "refused", reason, begun.replica_id)
+            if limits.ends and not begun.in_flight and not begun.held:
+                self._lives.end_for_good(begun, reason)
+        return True
 
     def _share(self, program: Program, branch: Branch, prefix: tuple[PrefixCut, ...], prompt_tokens: float) -> None:
         """Note which parts of a prompt other programs may share."""
@@ -228,6 +259,8 @@ class Arrivals:
         self._core.stand(program)
         program.hold_reason = reason
         self._core.deadlines.add(turn)
+        if program.program_limits is not None:
+            self._core.program_limits.held(program)
         self._core.global_policies.begins_to_wait(program)
         program.note(book.now_s, "hold", reason, None)
         book.decisions.append(Hold(turn.turn_id, program.program_id, reason))
@@ -240,6 +273,8 @@ class Arrivals:
         self._core.stand(program)
         program.hold_reason = Reason.ADMISSION
         self._core.deadlines.add(turn)
+        if program.program_limits is not None:
+            self._core.program_limits.held(program)
         self._core.admit(Moment.TURN_ARRIVED)
         if turn.turn_id not in program.held:
             return
@@ -290,7 +325,7 @@ class Arrivals:
             home = place.replica if place.active and place.kind is not Kind.ACTING else None
             is_elsewhere = (home or self._core.placing.wanted_by(program) or replica) is not replica
             is_elsewhere |= bool(program.held) and not serving([replica], program.served_by)
-        may_open = program is not None or (program_id not in lives.hopeless_ids and lives.has_place(arrived.tenant))
+        may_open = program is not None or (program_id not in lives.refused_ids and lives.has_place(arrived.tenant))
         if program_id is None or is_elsewhere or not may_open:
             self._anonymous.place(self._anonymous.turn(arrived), [replica])
         else:

@@ -27,11 +27,12 @@ from thunderagent.programs.model.fleet_events import (
     ReplicaUp,
     ResidencyReported,
     TierPolled,
+    TurnLimited,
     WorkPolled,
 )
 from thunderagent.programs.model.places import Kind
 from thunderagent.programs.model.policy import Moment
-from thunderagent.programs.model.verdict import STATES, ReplicaState
+from thunderagent.programs.model.verdict import KEEPING_USED_RATIO, STATES, Keeping, ReplicaState
 from thunderagent.programs.rules.tenants import Tenants
 
 PROMPT_S: Final = 0.25
@@ -72,6 +73,7 @@ class Fleet:
             ReplicaJudged: self._replica_judged,
             ModelServed: self._model_served,
             ModelAsked: self._model_asked,
+            TurnLimited: self._turn_limited,
             ReplicaPolled: self._replica_polled,
             TierPolled: self._tier_polled,
             WorkPolled: self._work_polled,
@@ -211,7 +213,7 @@ class Fleet:
         account.pending_encode_count = None  # after a restart it has none; it reports that again
         replica.residency.clear()
         replica.own_causes.clear()  # a restarted engine is no longer paused
-        replica.keeping.begin_anew()
+        replica.keeping = Keeping()  # and its cache may be another one, or off
         over = (ReplicaState.FAILING, ReplicaState.COLLAPSED, ReplicaState.DRAINING, ReplicaState.BACKPRESSURE)
         replica.verdict.end_all(book.now_s, *over)
         self._judge_suspension(replica)
@@ -238,7 +240,7 @@ class Fleet:
                 verdict.set(ReplicaState.FAILING, "turn after turn", now_s)
             self._send_away(replica, Reason.REPLICA_TRIPPED)
         else:
-            verdict.end_all(now_s, ReplicaState.FAILING, ReplicaState.COLLAPSED)
+            verdict.end(ReplicaState.COLLAPSED, now_s)  # it is failing until a turn there ends well
             self._end_marks(replica, Reason.REPLICA_TRIPPED)
         self._replicas_changed()
 
@@ -334,6 +336,9 @@ class Fleet:
         self._core.routing.model_served(self._core, event.model, event.replica_ids)
         self._replicas_changed()
 
+    def _turn_limited(self, event: TurnLimited) -> None:
+        self._core.program_limits.ask(event.turn_id, event.limits)
+
     def _model_asked(self, event: ModelAsked) -> None:
         self._core.routing.routes.ask(event.turn_id, event.model)
 
@@ -350,6 +355,8 @@ class Fleet:
             account.engine_waiting_count = event.engine_waiting_count
         if event.hit_ratio is not None:
             account.hit_ratio = event.hit_ratio
+        if event.preemption_count or (account.kv_used_ratio or 0.0) >= KEEPING_USED_RATIO:
+            replica.keeping.pressed(self._core.book.now_s)
         if self._core.claim_rules.adapt_capacity:
             self._learn_from_poll(replica, event)
         if event.capacity_tokens is not None and event.capacity_tokens != account.capacity_tokens:

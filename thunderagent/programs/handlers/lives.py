@@ -24,13 +24,14 @@ from thunderagent.programs.model.places import Kind, Phase
 from thunderagent.programs.model.policy import Moment
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.records.kept import ProgramRecord
+from thunderagent.programs.model.records.limits import ProgramLimits
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.model.views import SandboxSums
 
 MOST_HALVINGS: Final = 30
 
-MAX_HOPELESS_COUNT: Final = 10_000
-"""How many ids of programs that were ended as hopeless are remembered; the oldest is forgotten first."""
+MAX_REFUSED_COUNT: Final = 10_000
+"""How many ids of programs that were ended for good are remembered; the oldest is forgotten first."""
 
 
 class Lives:
@@ -40,8 +41,8 @@ class Lives:
         """Work on the parts of `core`."""
         self._core = core
         self._settings = settings
-        self.hopeless_ids: dict[str, None] = {}
-        """Programs that were ended because they were judged hopeless; their turns are rejected."""
+        self.refused_ids: dict[str, Reason] = {}
+        """Programs that were ended for good, judged hopeless or at a limit, and why; their turns are rejected."""
 
     def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
         """Return the handler of each event type."""
@@ -84,6 +85,8 @@ class Lives:
         self._core.book.join_group(program, event.group_id)
         self._core.families.join(program, event.parent_id)
         program.program_class = event.program_class
+        if isinstance(event, ProgramRecord) and event.limits is not None:
+            program.program_limits = ProgramLimits(*event.limits)
         return program
 
     def announced_begins(self, program: Program, event: TurnArrived) -> None:
@@ -105,9 +108,21 @@ class Lives:
             families.join(program, event.parent_id)
         program.program_class = program.program_class or event.program_class
 
+    def parent_goes_on(self, program_id: str) -> bool:
+        """End the children that a program waited for, and theirs; return whether there were any."""
+        program = self._core.book.programs.get(program_id)
+        parents, any_ended = [program] if program is not None else [], False
+        while parents:
+            for child in self._core.families.done_children(parents.pop()):
+                if child is not program:  # two may name each other
+                    parents.append(child)
+                    any_ended = True
+                    self._core.end(child, Reason.PARENT_GOES_ON)
+        return any_ended
+
     def _program_opened(self, event: ProgramOpened) -> None:
         core = self._core
-        self.hopeless_ids.pop(event.program_id, None)
+        self.refused_ids.pop(event.program_id, None)
         if event.program_id in core.book.programs or not self.has_place(event.tenant):
             return
         program = self.open(event, event.program_id)
@@ -197,13 +212,17 @@ class Lives:
         why = f"{prediction} by {event.confidence_ratio:.2f} at turn {event.turn_count}: {verdicts.level.name.lower()}"
         program.note(core.book.now_s, "judged", why, program.replica_id)
         if settings.judge_ends_hopeless and verdicts.level is Level.LOWEST:
-            self.hopeless_ids[program.program_id] = None
-            if len(self.hopeless_ids) > MAX_HOPELESS_COUNT:
-                del self.hopeless_ids[next(iter(self.hopeless_ids))]
-            core.end(program, Reason.HOPELESS)
-            core.balance(Moment.PROGRAM_ENDED)
+            self.end_for_good(program, Reason.HOPELESS)
         else:
             core.book.rank_anew(program)
+
+    def end_for_good(self, program: Program, reason: Reason) -> None:
+        """End a program, and reject its turns until it is released."""
+        self.refused_ids[program.program_id] = reason
+        if len(self.refused_ids) > MAX_REFUSED_COUNT:
+            del self.refused_ids[next(iter(self.refused_ids))]
+        self._core.end(program, reason)
+        self._core.balance(Moment.PROGRAM_ENDED)
 
     # --- sandboxes --------------------------------------------------------------------------------------------------
 
@@ -225,7 +244,7 @@ class Lives:
     # --- end --------------------------------------------------------------------------------------------------------
 
     def _program_released(self, event: ProgramReleased) -> None:
-        self.hopeless_ids.pop(event.program_id, None)
+        self.refused_ids.pop(event.program_id, None)
         program = self._core.book.programs.get(event.program_id)
         if program is None or event.generation not in (None, program.generation):
             return
@@ -237,7 +256,7 @@ class Lives:
 
     def _programs_released(self, event: ProgramsReleased) -> None:
         for program_id in event.program_ids:
-            self.hopeless_ids.pop(program_id, None)
+            self.refused_ids.pop(program_id, None)
             program = self._core.book.programs.get(program_id)
             if program is not None:
                 self._core.end(program, Reason.RELEASED)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from thunderagent.programs.core import Core
+from thunderagent.programs.handlers.lives import Lives
 from thunderagent.programs.model.events import (
     TurnAbandoned,
     TurnFailed,
@@ -17,7 +18,7 @@ from thunderagent.programs.model.events import (
 )
 from thunderagent.programs.model.policy import Moment
 from thunderagent.programs.model.turn import Turn, TurnEnded
-from thunderagent.programs.model.verdict import TURN_VERDICTS, TurnVerdict
+from thunderagent.programs.model.verdict import KEEPING_USED_RATIO, TURN_VERDICTS, TurnVerdict
 
 _TURN_ENDED: Final = Moment.TURN_ENDED
 
@@ -25,9 +26,10 @@ _TURN_ENDED: Final = Moment.TURN_ENDED
 class Turns:
     """Handles what happens to turns that have a lease, or wait for one."""
 
-    def __init__(self, core: Core) -> None:
-        """Work on the parts of `core`."""
+    def __init__(self, core: Core, lives: Lives) -> None:
+        """Work on the parts of `core`; `lives` ends programs at their limits."""
         self._core = core
+        self._lives = lives
 
     def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
         """Return the handler of each event type."""
@@ -78,7 +80,7 @@ class Turns:
             turn.output_tokens = event.output_tokens
         self._core.book.resize(turn.program)
 
-    def _turn_finished(self, event: TurnFinished) -> None:
+    def _turn_finished(self, event: TurnFinished) -> None:  # noqa: C901 - one step after the other
         core, book = self._core, self._core.book
         turn = book.turns.get(event.turn_id)
         if turn is None:
@@ -125,6 +127,11 @@ class Turns:
         if len(program.branches) > 1:
             core.turn_ends.forget_branches(program, turn, finished=True)
         core.turn_ends.after_turn(program, turn, "finished", tool_begins=not turn.unrepresentative)
+        if program.program_limits is not None:
+            limit = core.program_limits.why_ended(program, book.now_s)
+            if limit is not None:
+                self._lives.end_for_good(program, limit)
+                return
         core.balance(_TURN_ENDED)
 
     def _learn_from(self, ended: TurnEnded) -> None:
@@ -135,8 +142,11 @@ class Turns:
             replica = core.book.replicas[turn.account_id or ""]
             replica.tells_cached = True
             account = replica.account
-            if not has_tier and account.capacity_tokens is not None and account.demand_tokens <= account.limit_tokens:
-                replica.keeping.turn_ended(min(turn.kept_tokens, ended.prompt_tokens), ended.cached_tokens or 0)
+            if account.demand_tokens > account.limit_tokens or (account.kv_used_ratio or 0.0) >= KEEPING_USED_RATIO:
+                replica.keeping.pressed(core.book.now_s)
+            elif not has_tier and account.capacity_tokens is not None:
+                expected_tokens = min(turn.kept_tokens, ended.prompt_tokens)
+                replica.keeping.turn_ended(expected_tokens, ended.cached_tokens or 0, turn.kept_since_s)
         if not tells_cached or has_tier:
             if turn.started_s is None:
                 self._engine_began(turn)

@@ -22,10 +22,10 @@ turns a second both together fill the memory C:
 
     B·x + X·E[min(tool, H)]·x = C.
 
-B and X follow from the two equations. With H = 0 nothing is held, as if no proxy stood before the engine, and with
-H = inf everything is. Where prefill is cheap, or contexts are small, or programs rarely come back, H = 0 is best: then
-nothing is gained by keeping turns waiting. P and E are those of all tools together (`tool_times.py`): engines evict
-what was not used for longest, whoever's it is, so memory cannot be kept for quick tools alone for long.
+B and X follow from the two equations. With H = 0 nothing is held, and turns alone fill the memory; with H = inf
+everything is held. Where prefill is cheap, or contexts are small, or programs rarely come back, H = 0 is best. P and E
+are those of all tools together (`tool_times.py`): engines evict what was not used for longest, whoever's it is, so
+memory cannot be kept for quick tools alone for long.
 
 **The threshold.** H is where one more second of holding no longer pays for all tools together. So one over the lowest
 return rate up to there is what a lost token is worth in seconds of holding; each tool is held by that. That is the
@@ -56,7 +56,7 @@ REFRESH_S: Final = 5.0
 BISECTIONS_COUNT: Final = 30
 """Precision of a prediction: the memory divided by 2 so many times."""
 
-HOLDING_GAIN_RATIO: Final = 1.05
+HOLDING_GAIN_RATIO: Final = 1.02
 """Programs are held if that is predicted to make this many times the turns: a prediction is not exact."""
 
 CLAIMED_RATIO: Final = 0.95

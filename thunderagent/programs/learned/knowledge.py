@@ -281,6 +281,10 @@ class Knowledge:
         usual_s = self.tool_times.returned_within_s(tool, LATE_RETURNS_RATIO)
         return max(LEAST_IDLE_LIMIT_S, IDLE_LIMIT_FACTOR * usual_s)
 
+    def ideal_turn_s(self, role: str) -> float:
+        """Return how long an idle engine generates for a turn of that role; 0 if unknown."""
+        return self.role_outputs.expected_tokens(role) * self.goodput.decode_token_s
+
     def turn_ended(self, ended: TurnEnded) -> None:
         """Learn from a turn of a live program, on one of its branches."""
         program = ended.turn.program

@@ -24,11 +24,13 @@ LEAST_RESTORES_COUNT: Final = 1e-6
 class RestorePace:
     """The pace of the paused queue."""
 
-    __slots__ = ("_accrued_s", "_restore_count", "_waited_s", "waiting")
+    __slots__ = ("_accrued_s", "_restore_count", "_waited_s", "restored_total", "waiting")
 
     def __init__(self) -> None:
         """Start with nothing seen."""
         self._restore_count = 0.0
+        self.restored_total = 0
+        """Restores in this process, none forgotten."""
         self._waited_s = 0.0
         self.waiting = False
         self._accrued_s = 0.0
@@ -66,3 +68,4 @@ class RestorePace:
         """Count the restore of a program that had waited."""
         self.accrue(now_s, waiting=self.waiting)
         self._restore_count += 1.0
+        self.restored_total += 1

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from thunderagent.programs.model.advice.routes import Targets
 from thunderagent.programs.model.records.learned import LearnedRecord
+from thunderagent.programs.model.records.limits import ProgramLimits
 
 BACKPRESSURE = "backpressure"
 """The cause for which a replica that says it is full grants nothing: its engine goes on with what it has."""
@@ -92,7 +93,8 @@ class ReplicaFlushed:
 class ReplicaTripped:
     """A replica fails turn after turn although it is up: it gets nothing new until an event says `tripped` False.
 
-    Its programs leave it, as if it were draining. A replica that goes down is no longer tripped.
+    Its programs leave it, as if it were draining. A replica that goes down is no longer tripped. One that may be tried
+    is still `failing`, until it is judged otherwise.
     """
 
     now_s: float
@@ -220,6 +222,15 @@ class ModelAsked:
 
 
 @dataclass(slots=True)
+class TurnLimited:
+    """The program of the next arriving turn has these limits, beside those that it has already."""
+
+    now_s: float
+    turn_id: int
+    limits: ProgramLimits
+
+
+@dataclass(slots=True)
 class PrioritySet:
     """An operator gives a program a priority, lower comes first; with a `replica_id`, in that engine alone."""
 
@@ -299,6 +310,7 @@ FleetEvent = (
     | MigrationAsked
     | ModelServed
     | ModelAsked
+    | TurnLimited
     | PrioritySet
     | ProgramKilled
     | ProvisionAsked

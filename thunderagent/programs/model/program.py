@@ -12,6 +12,7 @@ from thunderagent.programs.model.advice.routes import Route
 from thunderagent.programs.model.advice.verdicts import Level, Verdicts
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.places import Kind, Phase, Place, Status
+from thunderagent.programs.model.records.limits import ProgramLimits
 from thunderagent.programs.model.turn import MAIN_BRANCH, Branch, Turn
 from thunderagent.programs.model.verdict import ProgramVerdict
 
@@ -99,6 +100,7 @@ class Program:
         "learned_count",
         "leaves_for",
         "limits_since_s",
+        "look_again_s",
         "lost",
         "lost_turn_ids",
         "opened_s",
@@ -109,6 +111,7 @@ class Program:
         "priority_by_replica",
         "program_class",
         "program_id",
+        "program_limits",
         "prompt_tokens_total",
         "replica_id",
         "reserve_tokens",
@@ -122,6 +125,7 @@ class Program:
         "tool_runs",
         "turn_count",
         "turns_ended_s",
+        "urgent_until_s",
         "verdict",
         "verdicts",
     )
@@ -159,6 +163,10 @@ class Program:
         self.limits_since_s = self.idle_since_s = 0.0
         """When it was last heard of, and from when its idle limit counts, on the clock of the limits."""
         self.parent_id = self.tenant = self.program_class = ""
+        self.program_limits: ProgramLimits | None = None
+        """What it may use; None if nothing limits it."""
+        self.look_again_s = self.urgent_until_s = inf
+        """While it is held: when its deadline is to be looked at, and the deadline, once it would miss that."""
         self.priority = 0
         """Its set priority: lower comes first, in the paused queue and in engines, before the policy's rank."""
         self.priority_by_replica: dict[str, int] | None = None

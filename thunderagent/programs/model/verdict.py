@@ -13,11 +13,12 @@ and fails is `failing`, and `draining` again once it answers.
     frozen         polls are answered, but counters and turns have stood    a check is answered, the counters move,
                    still for most of `--frozen-limit-s`, and a check        or it went down and came up again
                    turn, sent meanwhile, has no answer (`Stillness`)
-    failing        `--breaker-failure-count` turns in a row were closed,    the first byte of a probe turn; it is tried
-                   unreadable, answered 5xx, or had an error inside a 200   after a backoff that doubles
+    failing        `--breaker-failure-count` turns in a row, or 40 % of     the good end of a probe turn; it is tried
+                   4 x as many, were closed, unreadable, answered 5xx, or   after a backoff that doubles
+                   had an error inside a 200
     collapsed      the cache kept under a tenth of what it was given, for   the probe period: after a backoff that
-                   20 turns, though all fitted and it kept more before      doubles it gets programs again
-                   (`Keeping`)
+                   20 turns, though all fitted and it kept more before      doubles it gets programs again;
+                   (`Keeping`)                                              or it restarts
     draining       an operator, a source or a policy takes it away          it is taken back, or removed
     suspended      it is paused, sleeps, or gets new weights                whoever caused it ends it
     backpressure   it answered 429 or 503: it is full (`Pressure`)          after `Retry-After`, or a backoff that
@@ -227,11 +228,12 @@ class Stillness:
     """For how long an engine with turns in flight has stood still, as far as polls and turns tell.
 
     `frozen` follows if nothing moved for most of `limit_s`, a check turn had no answer, and that says something: the
-    engine's counters move with each step, or nothing waits in its queue, so the check did not either. An engine without
-    counters is never `frozen`: a whole answer may be computed for long without a byte.
+    engine's counters move with each step, or nothing waits in its queue, so the check did not either, or a stream had
+    begun, which does not wait either. Without any of these it is never `frozen`: a whole answer may be computed for
+    long without a byte.
     """
 
-    __slots__ = ("_configured_s", "_counters", "_since_s", "checked_s", "limit_s")
+    __slots__ = ("_configured_s", "_counters", "_has_begun", "_since_s", "checked_s", "limit_s")
 
     def __init__(self, limit_s: float) -> None:
         """Begin with the configured limit."""
@@ -239,16 +241,19 @@ class Stillness:
         self._since_s = inf
         """Since when it has stood still; infinite while it does not, or has nothing to do."""
         self._counters: Counters | None = None
+        self._has_begun = False
         self.checked_s = inf
         """When the check turn was sent that has no answer yet; infinite without one."""
 
-    def polled(self, counters: Counters, *, heard_s: float, is_busy: bool, now_s: float) -> None:
+    def polled(
+        self, counters: Counters, *, heard_s: float, is_busy: bool, now_s: float, has_begun: bool = False
+    ) -> None:
         """Note a good poll.
 
         `heard_s` is when a turn there last began, went on or ended its answer; `is_busy` says whether any is in flight,
-        and the engine is not known to be paused.
+        and the engine is not known to be paused; `has_begun` whether any of them has begun its answer.
         """
-        before, self._counters = self._counters, counters
+        before, self._counters, self._has_begun = self._counters, counters, has_begun
         if not is_busy or before is None or heard_s >= self._since_s or counters.moved_since(before):
             if is_busy and self.checked_s < inf:  # a long step: it is given more time from now on
                 still_s = now_s - self._since_s
@@ -268,10 +273,15 @@ class Stillness:
         """Return for how long it has stood still."""
         return max(0.0, now_s - self._since_s)
 
+    @property
+    def _tells(self) -> bool:
+        """Return whether a standstill, and a check without an answer, would say something."""
+        counters = self._counters
+        return counters is not None and (counters.is_paced or counters.tells_queue_is_empty or self._has_begun)
+
     def wants_check(self, now_s: float) -> bool:
         """Return whether a check turn should be sent now."""
-        counters = self._counters
-        if counters is None or self.checked_s < inf or not (counters.is_paced or counters.tells_queue_is_empty):
+        if self.checked_s < inf or not self._tells:
             return False
         return self.still_s(now_s) >= CHECK_AT_RATIO * self.limit_s
 
@@ -280,8 +290,7 @@ class Stillness:
 
         `prefill_s` is how long the longest prompt there should take, whose answer has not begun.
         """
-        counters = self._counters
-        if counters is None or not (counters.is_paced or counters.tells_queue_is_empty):
+        if not self._tells:
             return False
         enough_s = max(FROZEN_AT_RATIO * self.limit_s, PREFILL_RATIO * prefill_s)
         return self.checked_s < inf and self.still_s(now_s) >= enough_s
@@ -324,25 +333,36 @@ KEEPING_TURNS_COUNT: Final = 20
 
 KEEPING_LEAST_TOKENS: Final = 1024
 COLLAPSED_RATIO: Final = 0.1
+KEEPING_USED_RATIO: Final = 0.9
+"""An engine whose cache is used so far by what runs now is short of memory."""
+
 KEPT_RATIO: Final = 0.5
 """An engine that never kept so much of what it should have, over as many turns, is not judged: its cache may be off."""
 
 
 class Keeping:
-    """Whether an engine's cache keeps what it was given: of each turn, how much was found of what should be there."""
+    """Whether an engine's cache keeps what it was given: of each turn, how much was found of what should be there.
 
-    __slots__ = ("_expected_tokens", "_found_tokens", "_turns", "has_kept")
+    An engine short of memory evicts, which is no fault: what was kept from before that is not expected any more.
+    """
+
+    __slots__ = ("_expected_tokens", "_found_tokens", "_pressed_s", "_turns", "has_kept")
 
     def __init__(self) -> None:
         """Begin without turns."""
         self._turns: deque[tuple[int, int]] = deque()
         self._expected_tokens = self._found_tokens = 0
+        self._pressed_s = -inf
         self.has_kept = False
         """Whether it kept most of what it should have, before."""
 
-    def turn_ended(self, expected_tokens: int, found_tokens: int) -> None:
-        """Note a turn whose program had kept its claim, while all claims together fitted."""
-        if expected_tokens < KEEPING_LEAST_TOKENS:
+    def pressed(self, now_s: float) -> None:
+        """Note that the engine is short of memory: claims do not fit, or it says so itself."""
+        self._pressed_s = now_s
+
+    def turn_ended(self, expected_tokens: int, found_tokens: int, kept_since_s: float = inf) -> None:
+        """Note a turn whose program had kept its claim since its last turn, at `kept_since_s`."""
+        if expected_tokens < KEEPING_LEAST_TOKENS or kept_since_s <= self._pressed_s:
             return
         found_tokens = min(expected_tokens, found_tokens)
         self._turns.append((expected_tokens, found_tokens))

@@ -9,9 +9,9 @@ prompts share is claimed once (`ClaimRules`). Five rules say who may claim it:
 memory; pausing costs computing the history again. Which is worth more depends on what the engine is short of. So it is
 planned from measured prices for how long holding pays (`learned/holding.py`), and a program is held until its tool's
 rate of return falls below one in that threshold times `hold_ratio` (`tool_times.py`). After that it is *expired*: its
-claim is taken as soon as the first in the queue needs the room, and not before. Where nothing is worth holding, twice
-the capacity may be claimed: turns wait in the engine then. A client's hint on its next turn replaces that guess, for at
-most the threshold, and for at most `hint_ratio` of a replica (`verbs/hints.py`).
+claim is taken as soon as the first in the queue needs the room, and not before. Where nothing is worth holding, turns
+alone fill the memory. A client's hint on its next turn replaces that guess, for at most the threshold, and for at most
+`hint_ratio` of a replica (`verbs/hints.py`).
 
 **No idle engine.** A replica without a turn in flight lets the first in the queue in, whatever is claimed there; the
 programs whose tools have run longest are paused for it. Engines evict those first, too.

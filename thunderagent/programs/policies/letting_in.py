@@ -180,11 +180,16 @@ class LettingIn:
         if replica is reserved or view.first_routed_before(program, replica) is not None:
             return False
         needed_tokens = view.claim_tokens_on(program, replica)
-        while account.active_count and account.limit_tokens - account.demand_tokens < needed_tokens:
-            acting = view.first_to_give_way(replica, 1)
-            if not acting or not view.propose_pause(acting[0], Reason.EXPIRED):
-                return False
-        return True
+        missing_tokens = needed_tokens - account.limit_tokens + account.demand_tokens
+        if missing_tokens <= 0:
+            return True
+        acting = view.first_to_give_way(replica, MOST_EXPIRED_COUNT)
+        going = _enough(acting, missing_tokens, 0.0)
+        if not going and len(acting) == account.active_count:
+            going = acting  # it would be alone
+        for each in going:
+            view.propose_pause(each, Reason.EXPIRED)
+        return bool(going) or not account.active_count
 
     def _is_kept(self, view: View, program: ProgramView, replica: ReplicaView) -> bool:
         """Return whether a program waits for that replica alone, comes before this one, and may not be passed."""

@@ -113,6 +113,20 @@ class Families:
         """Return how many children hold a claim."""
         return self._active_counts.get(family, 0)
 
+    def done_children(self, program: Program) -> list[Program]:
+        """Return the children that a program waited for, if it goes on: nothing says that they do, too.
+
+        A child whose tool runs, or that said when it is back, may work beside its parent.
+        """
+        children = self._children.get((program.tenant, program.program_id))
+        if children is None:
+            return []
+        return [
+            child
+            for child in children.values()
+            if child.turn_count and not (child.in_flight or child.held or child.lost or child.tool or child.hint)
+        ]
+
     def held_children(self, family: Family) -> list[Program]:
         """Return the children whose turns are held, in order of arrival."""
         children = self._children.get(family)

@@ -193,7 +193,7 @@ class Routing:
         """Send programs again whose routes lead to replicas that opened or closed."""
         now_open = {replica.replica_id for replica in self._book.open_replicas}
         changed, self._open_ids = now_open ^ self._open_ids, now_open
-        for route in self.routes.naming(changed) if self.routes else ():
+        for route in self.routes.naming(changed) if changed and self.routes else ():
             for program in list(route.programs):
                 self._send_anew(verbs, program, keeps=True)
 

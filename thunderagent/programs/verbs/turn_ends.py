@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING
 
 from thunderagent.programs.model.decisions import Reason, Reject
@@ -62,6 +63,8 @@ class TurnEnds:
         program.lost.pop(turn.turn_id, None)
         if program.held.pop(turn.turn_id, None) is not None:
             self._core.leases.wait_ends(program, turn)
+            if not program.held and program.look_again_s < inf:
+                self._core.program_limits.forget(program)
         elif program.in_flight.pop(turn.turn_id, None) is not None:
             book, replica = self._core.book, program.place.replica
             book.changes(replica).turn_count -= 1

@@ -13,8 +13,9 @@ from prometheus_client import CollectorRegistry
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from thunderagent.compilation import build_kind
-from thunderagent.errors import BodyTooLargeError, NotFoundError, RequestError, ThunderAgentError
+from thunderagent.errors import BodyTooLargeError, NotFoundError, ProgramReleasedError, RequestError, ThunderAgentError
 from thunderagent.programs.model.places import Phase, Status
+from thunderagent.programs.model.verdict import TurnVerdict
 from thunderagent.proxy.admin.cell import CellReport
 from thunderagent.proxy.admin.reports import (
     SORTS,
@@ -26,7 +27,7 @@ from thunderagent.proxy.admin.reports import (
     tools_report,
 )
 from thunderagent.proxy.admin.sandboxes import SANDBOXES_OFF, Sandboxes, SandboxReport
-from thunderagent.proxy.admin.story import program_story
+from thunderagent.proxy.admin.story import needs_of, program_story
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.admin_port import MUST_NAME
 from thunderagent.proxy.gate.bodies import Name, Report, read_model, report_response
@@ -57,6 +58,7 @@ class ReleaseRequest(BaseModel):
     program_id: str | None = None
     program_ids: list[str] | None = Field(None, validation_alias=AliasChoices("program_ids", "session_ids"))
     all: bool = False
+    abort: bool = Field(False, description="whether its turns in flight are aborted, at their engines, too")
     tenant: str | None = None
     generation: int | None = None
     outcome: Literal["success", "failure"] | None = None
@@ -100,7 +102,15 @@ class NotReadyReport(Report):
     why: str
 
 
-class ReleasedReport(Report):
+class EndVerdict(Report):
+    """The verdict on a program when it ended, as in `GET /programs/{id}`; left out while it is ok."""
+
+    verdict: TurnVerdict = TurnVerdict.OK
+    verdict_cause: str = ""
+    verdict_replica_id: str | None = None
+
+
+class ReleasedReport(EndVerdict):
     """Whether a program of that id lived until now."""
 
     program_id: str
@@ -112,6 +122,9 @@ class ReleasedTogetherReport(Report):
 
     released: bool
     released_ids: list[str]
+    not_ok: dict[str, EndVerdict] = Field(
+        default={}, description="the verdicts on those whose turns may not be trained on; left out without any"
+    )
 
 
 class ReplicasReport(Report):
@@ -272,10 +285,9 @@ class Admin:
         wanted = await self._release_request(request)
         if wanted.program_id is not None:
             program_id = check_program_id(wanted.program_id)
-            released = bool(self._of_tenant([program_id], wanted.tenant))
+            may = bool(self._of_tenant([program_id], wanted.tenant))
             outcome = wanted.outcome or outcome_of(request.headers)
-            released = released and self._runtime.release(program_id, wanted.generation, outcome)
-            return report_response(ReleasedReport(program_id=wanted.program_id, released=released))
+            return self._release_one(program_id, wanted.generation, outcome, may=may, aborts=wanted.abort)
         if wanted.generation is not None:
             raise RequestError("a generation needs exactly one program_id")
         if wanted.outcome is not None:
@@ -292,12 +304,31 @@ class Admin:
             raise BodyTooLargeError(f"{len(program_ids)} ids at once, the limit is {MAX_RELEASED_COUNT}")
         named_ids = list(dict.fromkeys(check_program_id(program_id) for program_id in program_ids))
         released_ids: list[str] = []
+        not_ok: dict[str, EndVerdict] = {}
         for start in range(0, len(named_ids), RELEASED_AT_ONCE_COUNT):
             if start:
                 await asyncio.sleep(0)  # the turns of others go on
             some_ids = self._of_tenant(named_ids[start : start + RELEASED_AT_ONCE_COUNT], wanted.tenant)
+            not_ok |= self._not_ok(some_ids)
+            if wanted.abort:
+                for program_id in some_ids:
+                    self._runtime.abort_turns(program_id, ProgramReleasedError.code)
             released_ids += self._runtime.release_together(some_ids)
-        return report_response(ReleasedTogetherReport(released=bool(released_ids), released_ids=released_ids))
+        judged = {"not_ok": not_ok} if not_ok else {}
+        report = ReleasedTogetherReport(released=bool(released_ids), released_ids=released_ids, **judged)
+        return report_response(report, without_unset=True)
+
+    def _not_ok(self, program_ids: list[str]) -> dict[str, EndVerdict]:
+        """Return the verdicts on live programs that are not ok."""
+        found = {}
+        for program_id in program_ids:
+            program = self._runtime.programs.get(program_id)
+            if program is not None and program.verdict.verdict is not TurnVerdict.OK:
+                said = program.verdict
+                found[program_id] = EndVerdict(
+                    verdict=said.verdict, verdict_cause=said.cause, verdict_replica_id=said.replica_id
+                )
+        return found
 
     def _own_or_all(self) -> str | None:
         """Return the tenant that a request may read; None is all, which needs an admin key."""
@@ -317,11 +348,11 @@ class Admin:
 
     async def delete_program(self, request: web.Request) -> web.Response:
         """End one program. Idempotent."""
-        return self._release_one(request, request.match_info["program_id"])
+        return self._release_named(request, request.match_info["program_id"])
 
     async def finish_session(self, request: web.Request) -> web.Response:
         """End one program, as SkyRL and the vLLM router do."""
-        return self._release_one(request, request.query.get("session_id", ""))
+        return self._release_named(request, request.query.get("session_id", ""))
 
     async def replicas(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
         """List the replicas."""
@@ -330,17 +361,28 @@ class Admin:
 
     async def queue(self, request: web.Request) -> web.Response:
         """List waiting programs, in the order in which they would be restored."""
-        return report_response(queue_report(self._runtime, _whole_number(request, "limit", 100, most=MAX_PAGE)))
+        limit = _whole_number(request, "limit", 100, most=MAX_PAGE)
+        return report_response(queue_report(self._runtime, limit, partial(needs_of, self._runtime)))
 
     async def tools(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
         """Tell how many tools run, how long they take, and what sandboxes take."""
         return report_response(tools_report(self._runtime))
 
-    def _release_one(self, request: web.Request, program_id: str) -> web.Response:
-        outcome = outcome_of(request.headers)
+    def _release_named(self, request: web.Request, program_id: str) -> web.Response:
         may = self._tenancy.may_touch(check_program_id(program_id))
-        released = may and self._runtime.release(program_id, outcome=outcome)
-        return report_response(ReleasedReport(program_id=program_id, released=released))
+        return self._release_one(program_id, None, outcome_of(request.headers), may=may)
+
+    def _release_one(
+        self, program_id: str, generation: int | None, outcome: str, *, may: bool, aborts: bool = False
+    ) -> web.Response:
+        not_ok = self._not_ok([program_id]) if may else {}
+        lives = self._runtime.pools.incarnations(program_id) if may and aborts else ()
+        if any(generation in (None, program.generation) for program in lives):
+            self._runtime.abort_turns(program_id, ProgramReleasedError.code)
+        released = may and self._runtime.release(program_id, generation, outcome)
+        judged = not_ok[program_id].model_dump() if released and not_ok else {}
+        report = ReleasedReport(program_id=program_id, released=released, **judged)
+        return report_response(report, without_unset=True)
 
     async def _release_request(self, request: web.Request) -> ReleaseRequest:
         body = await request.read()

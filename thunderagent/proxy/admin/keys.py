@@ -40,6 +40,10 @@ class KeyReport(Report):
     tokens_per_min: float | None
     programs_count: int | None
     held_turns_count: int | None
+    program_max_turns: int | None
+    program_max_tokens: int | None
+    program_max_age_s: float | None
+    program_deadline_s: float | None
     live_programs_count: int = Field(description="its programs that live, where they are limited")
     revocable: bool = Field(description="whether it is in the file of keys; others stand in the configuration")
 

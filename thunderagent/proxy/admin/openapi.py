@@ -116,6 +116,12 @@ class Operation:
 
 OPERATIONS: tuple[Operation, ...] = (
     Operation("GET", "/health", (HealthReport,)),
+    Operation(
+        "GET",
+        "/",
+        answer_type=TEXT_TYPE,
+        headers={"Accept": {**TEXT, "description": "with `text/html` it leads to the dashboard"}},
+    ),
     Operation("GET", "/ready", (ReadyReport,), also={503: NotReadyReport}),
     Operation("GET", "/metrics", answer_type=TEXT_TYPE),
     Operation("GET", "/openapi.json"),

@@ -12,6 +12,7 @@ from typing import Annotated, Protocol, Self
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from thunderagent.errors import ProgramKilledError
 from thunderagent.programs.operations import MOST_PRIORITY
 from thunderagent.proxy.gate.bodies import read_model, report_response
 from thunderagent.runtime import Runtime
@@ -121,6 +122,7 @@ class KillRequest(_Body):
 
     program_id: Name | None = None
     replica_id: Name | None = None
+    abort: bool = Field(False, description="whether a program's turns in flight are aborted, at their engines, too")
 
     @model_validator(mode="after")
     def _one(self) -> Self:
@@ -234,6 +236,8 @@ class Operations:
         """End a program at once, or a replica once it is drained."""
         wanted = read_model(KillRequest, await request.read())
         if wanted.program_id is not None:
+            if wanted.abort:
+                self._runtime.abort_turns(wanted.program_id, ProgramKilledError.code)
             self._runtime.operator.kill(wanted.program_id)
             return report_response(KilledReport(program_id=wanted.program_id))
         replica_id = wanted.replica_id or ""

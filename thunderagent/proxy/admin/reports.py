@@ -17,6 +17,7 @@ from thunderagent.programs.learned.holding import HoldingPlan
 from thunderagent.programs.learned.price import Price
 from thunderagent.programs.model.places import Kind, Phase, Status
 from thunderagent.programs.model.program import Program
+from thunderagent.programs.model.records.limits import NO_PROGRAM_LIMITS
 from thunderagent.programs.model.turn import Turn
 from thunderagent.programs.model.verdict import ReplicaState, TurnVerdict
 from thunderagent.proxy.fleet.breaker import BreakerState
@@ -63,6 +64,11 @@ class ProgramReport(Report):
     output_tokens_total: int
     cached_tokens_total: int
     held_s_total: float
+    max_turns: int | None = Field(description="the least of its limits of turns; null without one, as the next three")
+    max_tokens: int | None
+    max_age_s: float | None
+    deadline_s: float | None = Field(description="as the one before, in seconds after its first turn")
+    urgent: bool = Field(description="whether it comes before others, because it would miss its deadline")
 
 
 class ProgramPage(Report):
@@ -166,6 +172,7 @@ class QueueReport(Report):
     held_in_place_count: int = Field(
         description="turns that wait where their program is active: to leave, or until grants go on"
     )
+    first_needs: str = Field(description="what must happen for the first of these to go on; empty if nobody waits")
 
 
 def program_report(program: Program, now_s: float, pool: str) -> ProgramReport:
@@ -176,7 +183,7 @@ def program_report(program: Program, now_s: float, pool: str) -> ProgramReport:
 def program_fields(program: Program, now_s: float, pool: str) -> dict[str, Any]:
     """Return the fields of a `ProgramReport`."""
     first_held: Turn | None = next(iter(program.held.values()), None)
-    acting = program.phase is Phase.ACTING
+    acting, limits = program.phase is Phase.ACTING, program.program_limits or NO_PROGRAM_LIMITS
     return {
         "program_id": program.program_id,
         "generation": program.generation,
@@ -210,6 +217,11 @@ def program_fields(program: Program, now_s: float, pool: str) -> dict[str, Any]:
         "output_tokens_total": program.output_tokens_total,
         "cached_tokens_total": program.cached_tokens_total,
         "held_s_total": round(program.held_s_total, 3),
+        "max_turns": limits.max_turns,
+        "max_tokens": limits.max_tokens,
+        "max_age_s": limits.max_age_s,
+        "deadline_s": limits.deadline_s,
+        "urgent": program.urgent_until_s < inf,
     }
 
 
@@ -389,14 +401,15 @@ def running_tools(runtime: Runtime) -> tuple[int, float]:
     return running_count, sum(each.mean_tool_s * each.tools_running_count for each in learned) / running_count
 
 
-def queue_report(runtime: Runtime, limit: int) -> QueueReport:
-    """Report on the paused queues of all pools, at most `limit` programs."""
+def queue_report(runtime: Runtime, limit: int, needs_of: Callable[[Program], str]) -> QueueReport:
+    """Report on the paused queues of all pools, at most `limit` programs; `needs_of` says what one waits for."""
     now_s, schedulers = runtime.now_s(), runtime.pools.schedulers
     queues = [scheduler.queue for scheduler in schedulers]
     in_place = (program.held for replica in runtime.pools.replicas.values() for program in replica.programs.values())
     stopped = not any(scheduler.granting_replicas for scheduler in schedulers)
     open_replicas = [replica for scheduler in schedulers for replica in scheduler.open_replicas]
     causes = [replica.suspended_for for replica in open_replicas] if stopped else []
+    first = next(chain.from_iterable(queue.with_turns() for queue in queues), None)
     waiting = islice(chain.from_iterable(queue.with_turns() for queue in queues), limit)
     return QueueReport(
         waiting=[program_report(program, now_s, runtime.served.name_of_pool(program)) for program in waiting],
@@ -407,4 +420,5 @@ def queue_report(runtime: Runtime, limit: int) -> QueueReport:
         turns_held_count=runtime.held_count,
         suspended_for=list(dict.fromkeys(cause for suspended_for in causes for cause in suspended_for)),
         held_in_place_count=sum(map(len, in_place)),
+        first_needs="" if first is None else needs_of(first),
     )

@@ -133,10 +133,7 @@ class ProgramStoryReport(ProgramReport):
 def program_story(runtime: Runtime, program: Program) -> ProgramStoryReport:
     """Report on one program with its story, oldest entry first. Costs O(n log n) of n waiting programs."""
     now_s = runtime.now_s()
-    scheduler = next(
-        (each for each in runtime.pools.schedulers if each.programs.get(program.program_id) is program),
-        runtime.scheduler,
-    )
+    scheduler = _scheduler_of(runtime, program)
     story = [
         StoryReport(
             ago_s=round(now_s - entry.now_s, 3),
@@ -157,6 +154,17 @@ def program_story(runtime: Runtime, program: Program) -> ProgramStoryReport:
         turns=[_turn(turn, now_s) for turn in (*program.in_flight.values(), *program.held.values())],
         story=story,
     )
+
+
+def needs_of(runtime: Runtime, program: Program) -> str:
+    """Return what must happen for a program to go on; empty if nothing of it is held. Cost: as `program_story`."""
+    waiting = _waiting(_scheduler_of(runtime, program), program, runtime.now_s())
+    return "" if waiting is None else waiting.what_must_happen
+
+
+def _scheduler_of(runtime: Runtime, program: Program) -> Scheduler:
+    schedulers = runtime.pools.schedulers
+    return next((each for each in schedulers if each.programs.get(program.program_id) is program), runtime.scheduler)
 
 
 def _judged(program: Program) -> JudgedReport | None:

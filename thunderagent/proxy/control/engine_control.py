@@ -33,6 +33,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import structlog
@@ -260,6 +261,8 @@ class EngineControl:
         with contextlib.ExitStack() as stack:
             for replica_id in suspended_ids if suspends else ():
                 stack.enter_context(self._suspended(replica_id))
+            for replica_id in chain(*engines) if aborts or command.is_abort else ():
+                self._runtime.replica_aborted(replica_id)
             if aborts:
                 aborted_count = sum(map(self._runtime.abort_held, suspended_ids))
                 log.info("held_turns_aborted", path=target.engine_path, turns_count=aborted_count)

@@ -6,9 +6,10 @@ too long is ended, because its caller is gone.
 
 A lease counts for every limit that a turn of its key has, from its request to its end; its prompt counts as a body.
 Only its own tenant, or an admin key, may report on it or end it; to others it is unknown, whatever else they may touch.
-A lease for a program waits for room as a turn does. But one without a program runs even without room, and nobody sees
-whether what a caller says of its progress is true. So these together may claim only a part of the replicas' memory for
-each data key.
+Nobody sees whether a turn goes on, or what a caller says of its progress is true. So all leases of one data key
+together may claim only a part of the replicas' memory. A lease for a program waits for room as a turn does, and in line
+until its key's other leases leave room in that part; the first of a key is let in whatever its size. One without a
+program would run even without room, so beyond the part it is refused.
 
 Only the caller saw how such a turn went. So a data key's report teaches only its own program, and only sizes. The
 report of an admin key, or of any caller if no key is needed, teaches what all share: times, and what engines keep.
@@ -18,21 +19,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import inf
 from secrets import token_hex
 from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Protocol
 
 import structlog
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field
 
 from thunderagent.backends.discovery.base import shown_url
-from thunderagent.errors import ReplicaRemovedError
+from thunderagent.errors import ReplicaRemovedError, ShuttingDownError
 from thunderagent.leases import LeaseSource, TurnAsk
 from thunderagent.leases.open_lease import OpenLease
 from thunderagent.proxy.fleet.replicas import Replicas
@@ -116,28 +117,37 @@ class LeaseEndedReport(Report):
     ended: bool
 
 
-class _Claim:
-    """What a lease of a data key claims although the scheduler found no room for it."""
+class GrantsLeases(LeaseSource, Protocol):
+    """Grants leases, and knows what programs claim."""
 
-    __slots__ = ("_by_key", "_tokens", "key_name")
+    def claim_tokens(self, program_id: str) -> int:
+        """Return what a program claims, or would if it were let in; 0 if there is none of that id."""
+
+
+class _Claim:
+    """What leases of a data key claim: those of one program together, and each that has none."""
+
+    __slots__ = ("_by_key", "key_name", "leases_count", "tokens")
 
     def __init__(self, by_key: Counter[str], key_name: str) -> None:
         """Count in `by_key`, nothing yet."""
         self._by_key = by_key
-        self._tokens = 0
+        self.tokens = 0
+        self.leases_count = 0
         self.key_name = key_name
 
-    def grow(self, tokens: int) -> None:
-        """Count more."""
-        self._tokens += tokens
-        self._by_key[self.key_name] += tokens
+    def grow_to(self, tokens: int) -> None:
+        """Count no less than this."""
+        if tokens > self.tokens:
+            self._by_key[self.key_name] += tokens - self.tokens
+            self.tokens = tokens
 
     def close(self) -> None:
         """Stop counting it."""
-        self._by_key[self.key_name] -= self._tokens
+        self._by_key[self.key_name] -= self.tokens
         if not self._by_key[self.key_name]:
             del self._by_key[self.key_name]
-        self._tokens = 0
+        self.tokens = 0
 
 
 @dataclass(slots=True)
@@ -154,7 +164,7 @@ class _Held:
     owner: str | None
     """Its key's tenant, empty without a key; None is an admin."""
     claim: _Claim | None
-    """What it claims without room, if it was taken with a data key."""
+    """What it claims, if it was taken with a data key."""
     output_tokens: int = 0
     started: bool = False
 
@@ -164,7 +174,7 @@ class Leases:
 
     def __init__(
         self,
-        leases: LeaseSource,
+        leases: GrantsLeases,
         replicas: Replicas,
         tenancy: Tenancy,
         held: HeldTurns,
@@ -172,8 +182,13 @@ class Leases:
         limit_s: float,
         total_s: float = inf,
         aliases: Mapping[str, str] = MappingProxyType({}),
+        keys_share: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Take `leases`; one without news for `limit_s` is ended, and any after `total_s`. `aliases` are of models."""
+        """Take `leases`; one without news for `limit_s` is ended, and any after `total_s`. `aliases` are of models.
+
+        While `keys_share`, leases of one key get a part of the memory.
+        """
+        self._keys_share = keys_share
         self._total_s = total_s
         self._aliases = aliases
         self._leases = leases
@@ -182,7 +197,17 @@ class Leases:
         self._waiting = held
         self._limit_s = limit_s
         self._held: dict[str, _Held] = {}
+        self._placed_by_key: Counter[str] = Counter()
+        """What leases for programs claim."""
         self._unplaced_by_key: Counter[str] = Counter()
+        """What leases without one claim."""
+        self._claims: dict[tuple[str, str], _Claim] = {}
+        """By key and program."""
+        self._lines: dict[str, asyncio.Lock] = {}
+        """By key: its first waits for a part of the memory."""
+        self._in_line_count: Counter[str] = Counter()
+        self._freed = asyncio.Event()
+        self._is_closing = False
 
     def routes(self) -> list[web.RouteDef]:
         """Return the routes of leases."""
@@ -199,27 +224,39 @@ class Leases:
         program_id = None if wanted.program_id is None else check_program_id(wanted.program_id)
         self._tenancy.check(program_id)
         prompt_tokens = self._believed(wanted.prompt_tokens) or 0
-        ask = TurnAsk(
-            turn_id=self._leases.new_turn_id(),
-            program_id=program_id,
-            branch_id=wanted.branch_id,
-            prompt_bytes=prompt_tokens * BYTES_PER_TOKEN,
-            group_id=wanted.group_id,
-            patience_s=wanted.patience_s,
-            parent_id=wanted.parent_id,
-            tenant=self._tenancy.named(wanted.tenant),
-            model=self._aliases.get(wanted.model, wanted.model),
-        )
-        key, claim = caller_key(), None
+        prompt_bytes = prompt_tokens * BYTES_PER_TOKEN
+        key, claim, waited_s = caller_key(), None, 0.0
+
+        def while_held() -> HeldTurn:
+            return HeldTurn(self._waiting, request.get(KEPT_BODY), len(body))
+
         with ExitStack() as counted:
-            counted.enter_context(self._waiting.lease(ask.prompt_bytes))
+            counted.enter_context(self._waiting.lease(prompt_bytes))
             counted.enter_context(self._tenancy.naming(program_id))
             if key is not None and not key.is_admin:
-                claim = counted.enter_context(closing(_Claim(self._unplaced_by_key, key.name)))
+                claim = counted.enter_context(self._claim_of(key.name, program_id))
                 if program_id is None:
                     self._claim_all(claim, prompt_tokens)
-            lease = await self._leases.lease(ask, HeldTurn(self._waiting, request.get(KEPT_BODY), len(body)))
+                else:
+                    tokens = max(prompt_tokens, self._leases.claim_tokens(program_id))
+                    waited_s = await self._claim_in_line(claim, tokens, wanted.patience_s, while_held)
+            ask = TurnAsk(
+                turn_id=self._leases.new_turn_id(),
+                program_id=program_id,
+                branch_id=wanted.branch_id,
+                prompt_bytes=prompt_bytes,
+                group_id=wanted.group_id,
+                patience_s=None if wanted.patience_s is None else max(0.0, wanted.patience_s - waited_s),
+                waited_s=waited_s or None,
+                parent_id=wanted.parent_id,
+                tenant=self._tenancy.named(wanted.tenant),
+                limits=None if program_id is None else self._tenancy.program_limits,
+                model=self._aliases.get(wanted.model, wanted.model),
+            )
+            lease = await self._leases.lease(ask, while_held())
             granted = lease.granted
+            if claim is not None and program_id is not None:
+                claim.grow_to(self._leases.claim_tokens(program_id))
             try:
                 url = self._replicas.url_of(granted.replica_id)
             except ReplicaRemovedError:  # after the grant; nobody could end this lease
@@ -236,7 +273,7 @@ class Leases:
             program_id=granted.program_id,
             replica_id=granted.replica_id,
             url=shown_url(url),
-            held_s=round(granted.held_s, 4),
+            held_s=round(granted.held_s + waited_s, 4),
             reason=granted.reason,
             limit_s=self._limit_s,
         )
@@ -276,6 +313,8 @@ class Leases:
                 held.started = True
                 held.lease.started()
             held.lease.progressed(self._believed_progress(held, report.output_tokens))
+            if held.claim is not None and (program_id := held.lease.granted.program_id) is not None:
+                held.claim.grow_to(self._leases.claim_tokens(program_id))
         return report_response(LeaseHeldReport(lease_id=lease_id, held=held is not None))
 
     async def end(self, request: web.Request) -> web.Response:
@@ -314,19 +353,80 @@ class Leases:
         return held
 
     def _room_tokens(self, key_name: str) -> int | None:
-        """Return how much more the leases of a data key may claim without room; None if no capacity is known."""
+        """Return how much more the leases of a data key may claim; None: no limit, or no capacity is known."""
+        if not self._keys_share():
+            return None
         states = self._leases.replicas.states.values()
         capacity_tokens = sum(state.capacity_tokens or 0 for state in states)
         if not capacity_tokens:
             return None
-        return max(0, int(self._waiting.key_leased_ratio * capacity_tokens) - self._unplaced_by_key[key_name])
+        return max(0, int(self._waiting.key_leased_ratio * capacity_tokens) - self._claimed_tokens(key_name))
+
+    def _claimed_tokens(self, key_name: str) -> int:
+        return self._placed_by_key[key_name] + self._unplaced_by_key[key_name]
 
     def _claim_all(self, claim: _Claim, tokens: int) -> None:
         """Count what a lease claims. Raises `KeyHeldLimitError` if its key may not claim so much."""
         room_tokens = self._room_tokens(claim.key_name)
         if room_tokens is not None and tokens > room_tokens:
-            raise self._waiting.key_leased_error(self._unplaced_by_key[claim.key_name], tokens)
-        claim.grow(tokens)
+            raise self._waiting.key_leased_error(self._claimed_tokens(claim.key_name), tokens)
+        claim.grow_to(tokens)
+
+    @contextmanager
+    def _claim_of(self, key_name: str, program_id: str | None) -> Iterator[_Claim]:
+        """Provide what counts a lease, as long as its program has one; whoever waits in line then looks again."""
+        if program_id is None:
+            claim = _Claim(self._unplaced_by_key, key_name)
+        else:
+            claim = self._claims.setdefault((key_name, program_id), _Claim(self._placed_by_key, key_name))
+        claim.leases_count += 1
+        try:
+            yield claim
+        finally:
+            claim.leases_count -= 1
+            if not claim.leases_count:
+                if program_id is not None:
+                    del self._claims[key_name, program_id]
+                claim.close()
+                self._freed.set()
+
+    async def _claim_in_line(
+        self, claim: _Claim, tokens: int, patience_s: float | None, while_held: Callable[[], HeldTurn]
+    ) -> float:
+        """Count what a lease claims, as soon as its key may claim so much; return how long that took.
+
+        Raises `KeyHeldLimitError` if it takes longer than `patience_s`, `ShuttingDownError`, and as `while_held`.
+        """
+        key_name = claim.key_name
+        is_counted = 0 < claim.tokens >= tokens  # with another lease of its program
+        if is_counted or (key_name not in self._lines and self._fits(claim, tokens)):
+            claim.grow_to(tokens)
+            return 0.0
+        line, began_s = self._lines.setdefault(key_name, asyncio.Lock()), asyncio.get_running_loop().time()
+        self._in_line_count[key_name] += 1
+        try:
+            with while_held():
+                async with asyncio.timeout(patience_s), line:
+                    while not self._fits(claim, tokens):
+                        if self._is_closing:
+                            raise ShuttingDownError("the proxy is shutting down")
+                        self._freed.clear()
+                        await self._freed.wait()
+                    claim.grow_to(tokens)
+        except TimeoutError:
+            raise self._waiting.key_leased_error(self._claimed_tokens(key_name), tokens) from None
+        finally:
+            self._in_line_count[key_name] -= 1
+            if not self._in_line_count[key_name]:
+                del self._lines[key_name], self._in_line_count[key_name]
+        return asyncio.get_running_loop().time() - began_s
+
+    def _fits(self, claim: _Claim, tokens: int) -> bool:
+        """Return whether a lease claims no more than its key's part leaves; the first for a program always does."""
+        room_tokens = self._room_tokens(claim.key_name)
+        if room_tokens is None or not self._placed_by_key[claim.key_name]:
+            return True
+        return room_tokens > 0 and tokens - claim.tokens <= room_tokens
 
     def _believed_progress(self, held: _Held, output_tokens: int) -> int:
         """Return a lease's progress as far as it is plausible, and no more than its key may still claim."""
@@ -336,9 +436,13 @@ class Leases:
         room_tokens = self._room_tokens(held.claim.key_name)
         if room_tokens is not None:
             tokens = min(tokens, held.output_tokens + room_tokens)
-        held.claim.grow(tokens - held.output_tokens)
         held.output_tokens = tokens
         return tokens
+
+    async def stop_waiting(self, app: web.Application) -> None:  # noqa: ARG002 - a handler of shutdown
+        """Refuse those that wait in line: the process ends."""
+        self._is_closing = True
+        self._freed.set()
 
     def close(self) -> None:
         """End what is left."""

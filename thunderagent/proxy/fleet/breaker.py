@@ -1,4 +1,4 @@
-"""A circuit breaker for each replica: one that fails turn after turn gets none for a while.
+"""A circuit breaker for each replica: one that fails too many turns gets none for a while.
 
 Theory of operation
 ===================
@@ -6,15 +6,20 @@ The poller finds replicas that are gone. This finds those that look healthy but 
 closed, or time out, before the first byte of an answer; answers that cannot be read, 5xx, and errors inside a 200. A
 4xx is its client's own, and 429 and 503 say that the engine is full, which is no failure (`Pressure`).
 
-A client may make an engine fail: a turn that fails elsewhere in the same way says nothing of either replica, and errors
-inside the answers of one program count once in a row.
+A client may make an engine fail: a turn that fails elsewhere in the same way says nothing of either replica, even if
+the replica was tripped meanwhile. Errors inside the answers of one program count once, until it has a good one.
 
-    closed ──(so many failures in a row)──▶ open ──(backoff is over)──▶ half-open ──(first byte)──▶ closed
-                                             ▲───────(failure; the backoff doubles)───┘
+    closed ──(so many failures)──▶ open ──(backoff is over)──▶ half-open ──(good end)──▶ closed
+                                    ▲───────(failure; the backoff doubles)───┘
+
+So many are `failure_count` in a row, or 40 % of the last 4 x `failure_count` turns: a replica that fails every other
+turn is no better. What the turns before the trial did still counts after it: a replica earns its trust by good turns.
 
 While it is open the scheduler treats the replica as tripped: it grants nothing new there, and programs leave. When it
-is half-open the scheduler may grant again; the first forwarded turn is the probe, and other turns granted there wait
-for its first byte. If that does not come they are tried elsewhere, without having been sent.
+is half-open the scheduler may grant again; the first forwarded turn is the probe. The breaker closes when the probe has
+ended well, because a stream may end in an error. Until then the verdict is `failing`, and other turns granted there are
+tried elsewhere, without having been sent. Those that can run nowhere else wait for the probe. An end that says nothing
+(the client left, a 4xx, a 429) makes the next turn the probe.
 
 The last usable replica of a pool is never taken away: failing there is no worse than being held. One that is suspended
 is usable: turns wait for it, and do not fail. A replica that goes down starts over: whatever comes up in its place has
@@ -29,6 +34,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import ceil
 from typing import Final
 
 import structlog
@@ -42,6 +48,12 @@ from thunderagent.programs.model.verdict import Pressure
 
 log = structlog.get_logger("thunderagent.breaker")
 
+WINDOW_RATIO: Final = 4
+"""The last turns that are remembered, as a ratio of the failures in a row that are too many."""
+
+FAILING_RATIO: Final = 0.4
+"""Part of these turns that may not fail."""
+
 _GONE: Final = frozenset({ReplicaDown, ReplicaRemoved})
 _FEWER: Final = _GONE | {ReplicaDraining}
 
@@ -51,13 +63,22 @@ class BreakerSettings:
     """When a replica gets no turns for a while."""
 
     failure_count: int = 5
-    """Failures in a row, before the first byte of an answer; 0 never opens a breaker."""
+    """Failures in a row that open a breaker; 0 never does."""
     backoff_s: float = 5.0
     """How long at first; doubled each time that it fails again soon after."""
     longest_backoff_s: float = 120.0
     probe_wait_s: float = 5.0
-    """How long others wait for a probe's first byte. A probe that has not failed by then is computing: an answer that
-    is not streamed sends its first byte at its end."""
+    """How long turns that can run nowhere else wait for a probe. One that has not failed by then is computing."""
+
+    @property
+    def window_count(self) -> int:
+        """How many of the last turns are remembered."""
+        return WINDOW_RATIO * self.failure_count
+
+    @property
+    def window_failure_count(self) -> int:
+        """So many failures among them open a breaker, too."""
+        return ceil(FAILING_RATIO * self.window_count)
 
 
 class BreakerState(StrEnum):
@@ -69,19 +90,32 @@ class BreakerState(StrEnum):
 
 
 class _Breaker:
-    __slots__ = ("backoff_s", "closed_s", "failed_program_id", "failure_count", "probe", "state", "timer", "until_s")
+    __slots__ = (
+        "backoff_s",
+        "closed_s",
+        "failed_program_id",
+        "failure_count",
+        "failures",
+        "probe",
+        "state",
+        "timer",
+        "until_s",
+    )
 
     def __init__(self) -> None:
         self.state = BreakerState.CLOSED
         self.failure_count = 0
+        """Failures in a row."""
+        self.failures = 0
+        """The last turns, the newest in the lowest bit: 1 for a failure."""
         self.failed_program_id: str | None = None
-        """The program whose answer last had an error, if no turn was answered well since."""
+        """The program whose answer last had an error, if none of its turns was answered well since."""
         self.backoff_s = 0.0
         self.until_s = 0.0
         self.closed_s = 0.0
         self.timer: asyncio.TimerHandle | None = None
         self.probe: asyncio.Future[bool] | None = None
-        """Done when the probe's first byte arrived (True) or it failed (False); cancelled if its client left."""
+        """Done when the probe ended well (True) or failed (False); cancelled if its end says nothing."""
 
 
 class Breakers:
@@ -119,11 +153,11 @@ class Breakers:
             return None
         return max(0.0, breaker.until_s - self._runtime.now_s())
 
-    async def admit(self, replica_id: str) -> asyncio.Future[bool] | None:
-        """If another turn is just probing a replica, wait for the outcome.
+    async def admit(self, replica_id: str, *, is_bound: bool = False) -> asyncio.Future[bool] | None:
+        """If another turn is just probing a replica, refuse this one; wait if it `is_bound` to run there.
 
-        Returns the probe's handle if this turn is the probe, for `left`. Raises `ReplicaTrippedError` if the other turn
-        failed. Report afterwards how it went: `succeeded` or `lost`.
+        Returns the probe's handle if this turn is the probe. Raises `ReplicaTrippedError` if it was not sent. Report
+        afterwards how it went, with the handle: `succeeded`, `failed` or `lost`, and at last `left`.
         """
         breaker = self._breakers.get(replica_id)
         while breaker is not None and breaker.state is BreakerState.HALF_OPEN:
@@ -131,6 +165,11 @@ class Breakers:
             if probe is None:
                 breaker.probe = asyncio.get_running_loop().create_future()
                 return breaker.probe
+            if not is_bound and self.has_other(replica_id):
+                raise ReplicaTrippedError(
+                    f"replica {replica_id} is just tried with another turn; this one was not sent",
+                    replica_id=replica_id,
+                )
             done, _ = await asyncio.wait([probe], timeout=self._settings.probe_wait_s)
             if not done:
                 return None
@@ -141,22 +180,22 @@ class Breakers:
                 )
         return None
 
-    def began(self, replica_id: str) -> None:
-        """Record that the head of a good answer arrived; its end may still be bad."""
-        breaker = self._breakers.get(replica_id)
-        if breaker is not None and breaker.state is BreakerState.HALF_OPEN:
-            self._close(replica_id, breaker)
-
-    def succeeded(self, replica_id: str) -> None:
-        """Record that an answer was good to its end."""
+    def succeeded(
+        self, replica_id: str, program_id: str | None = None, probe: asyncio.Future[bool] | None = None
+    ) -> None:
+        """Record that an answer was good to its end: that of the `probe` closes the breaker."""
         if self._pressures:
             self._pressures.pop(replica_id, None)
         breaker = self._breakers.get(replica_id)
         if breaker is None:
             return
+        self._remember(breaker, failed=0)
         breaker.failure_count = 0
-        breaker.failed_program_id = None
-        if breaker.state is BreakerState.HALF_OPEN:
+        if breaker.failed_program_id == program_id:
+            breaker.failed_program_id = None
+        if breaker.state is BreakerState.HALF_OPEN and (
+            (probe is not None and breaker.probe is probe) or not self.has_other(replica_id)
+        ):
             self._close(replica_id, breaker)
 
     def pressed(self, replica_id: str, retry_after_s: float | None, status: int) -> float:
@@ -173,13 +212,24 @@ class Breakers:
     def excuse(self, replica_id: str) -> None:
         """Take one failure back: its turn failed elsewhere in the same way."""
         breaker = self._breakers.get(replica_id)
-        if breaker is not None and breaker.state is BreakerState.CLOSED and breaker.failure_count:
-            breaker.failure_count -= 1
+        if breaker is None or breaker.state is BreakerState.HALF_OPEN:
+            return
+        breaker.failures &= breaker.failures - 1  # the newest one
+        breaker.failure_count = max(0, breaker.failure_count - 1)
+        if breaker.state is BreakerState.OPEN and not self._is_too_much(breaker):
+            assert breaker.timer is not None
+            breaker.timer.cancel()
+            self._half_open(replica_id, breaker)
+            self._close(replica_id, breaker)
 
     def erred(self, replica_id: str, program_id: str | None, why: str) -> None:
-        """Record that an answer had an error inside; several in a row of one program count once."""
+        """Record that an answer had an error inside; those of one program count once, until it has a good answer.
+
+        They always count against a replica that is tried.
+        """
         breaker = self._breakers.get(replica_id)
-        if program_id is not None and breaker is not None and breaker.failed_program_id == program_id:
+        is_tried = breaker is not None and breaker.state is BreakerState.HALF_OPEN
+        if program_id is not None and breaker is not None and breaker.failed_program_id == program_id and not is_tried:
             return
         self.failed(replica_id, why)
         breaker = self._breakers.get(replica_id)
@@ -194,9 +244,18 @@ class Breakers:
             return  # known to be gone: it starts over when it comes back
         breaker = self._breakers.setdefault(replica_id, _Breaker())
         breaker.failure_count += 1
-        too_many = breaker.failure_count >= self._settings.failure_count
-        if breaker.state is BreakerState.HALF_OPEN or (breaker.state is BreakerState.CLOSED and too_many):
+        self._remember(breaker, failed=1)
+        too_many = breaker.state is BreakerState.CLOSED and self._is_too_much(breaker)
+        if too_many or breaker.state is BreakerState.HALF_OPEN:
             self._open(replica_id, breaker, why)
+
+    def _remember(self, breaker: _Breaker, *, failed: int) -> None:
+        breaker.failures = (breaker.failures << 1 | failed) & ((1 << self._settings.window_count) - 1)
+
+    def _is_too_much(self, breaker: _Breaker) -> bool:
+        settings = self._settings
+        in_a_row = breaker.failure_count >= settings.failure_count
+        return in_a_row or breaker.failures.bit_count() >= settings.window_failure_count
 
     def lost(self, replica_id: str, error: BaseException, probe: asyncio.Future[bool] | None) -> None:
         """Record what ended a turn that was sent, before the head of its answer arrived."""
@@ -206,7 +265,7 @@ class Breakers:
             self.left(replica_id, probe)
 
     def left(self, replica_id: str, probe: asyncio.Future[bool] | None) -> None:
-        """Record that a turn ended before its first byte without a fault of the replica; another becomes the probe."""
+        """Record that a turn ended; if it is still the probe its end says nothing, and another becomes the probe."""
         breaker = self._breakers.get(replica_id)
         if breaker is not None and probe is not None and breaker.probe is probe:
             breaker.probe.cancel()
@@ -232,9 +291,10 @@ class Breakers:
             backoff_s=round(breaker.backoff_s, 3),
         )
         self._end_probe(breaker, succeeded=False)
-        self._runtime.replica_tripped(
-            replica_id, tripped=True, why=f"{breaker.failure_count} turns in a row failed, the last one: {why}"
-        )
+        how_many = f"{breaker.failure_count} turns in a row"
+        if breaker.failure_count < settings.failure_count and not again:
+            how_many = f"{breaker.failures.bit_count()} of the last {settings.window_count} turns"
+        self._runtime.replica_tripped(replica_id, tripped=True, why=f"{how_many} failed, the last one: {why}")
 
     def has_other(self, replica_id: str) -> bool:
         """Return whether another replica of the same pool is open, now or when grants go on."""
@@ -253,6 +313,7 @@ class Breakers:
         if breaker.state is not BreakerState.CLOSED:
             log.info("breaker_closed", replica_id=replica_id)
             breaker.closed_s = self._runtime.now_s()
+            self._runtime.replica_recovered(replica_id)
         breaker.state = BreakerState.CLOSED
         self._end_probe(breaker, succeeded=probe_succeeded)
 

@@ -114,7 +114,8 @@ class Judging:
             self._may_come_back(replica_id, watch, counters, now_s)
             return
         stillness, is_busy = watch.stillness, work.turn_count > 0 and not work.is_paused
-        stillness.polled(counters, heard_s=work.heard_s, is_busy=is_busy, now_s=now_s)
+        has_begun = is_busy and not counters.is_paced and self._runtime.has_begun(replica_id)
+        stillness.polled(counters, heard_s=work.heard_s, is_busy=is_busy, now_s=now_s, has_begun=has_begun)
         if stillness.wants_check(now_s):
             stillness.checked_s = now_s
             self._send_check(replica_id, watch)
@@ -179,21 +180,23 @@ class Judging:
     async def _is_paused(self, replica_id: str) -> bool:
         """Return whether an engine says that it is paused: whoever paused it may not have told us."""
         backend = self._replicas.known[replica_id].endpoint.backend
-        for path in (*backend.observed_paths, *filter(None, [backend.readiness_path])):
-            try:
-                async with asyncio.timeout(ASK_DEADLINE_S):
-                    status, body = await self._ask(replica_id, "GET", path, None)
-            except (ReplicaError, TimeoutError):
-                continue
-            if path == backend.readiness_path and status == 503:
-                return True
-            try:
-                said = msgspec.json.decode(body) if status == 200 else {}
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                continue
-            if isinstance(said, dict) and said.get("is_paused") is True:
-                return True
-        return False
+        paths = (*backend.observed_paths, *filter(None, [backend.readiness_path]))
+        return any(await asyncio.gather(*(self._says_paused(replica_id, path) for path in paths)))
+
+    async def _says_paused(self, replica_id: str, path: str) -> bool:
+        try:
+            async with asyncio.timeout(ASK_DEADLINE_S):
+                status, body = await self._ask(replica_id, "GET", path, None)
+        except (ReplicaError, TimeoutError):
+            return False
+        known = self._replicas.known.get(replica_id)
+        if status == 503 and known is not None and path == known.endpoint.backend.readiness_path:
+            return True
+        try:
+            said = msgspec.json.decode(body) if status == 200 else {}
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return False
+        return isinstance(said, dict) and said.get("is_paused") is True
 
     async def _answers(self, replica_id: str) -> str:
         """Send one short turn. Any word but 2xx may be the server's, not the engine's."""

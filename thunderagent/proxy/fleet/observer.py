@@ -40,13 +40,24 @@ class Observer:
         self._replicas = replicas
         self._interval_s = interval_s
         self._deadline_s = deadline_s
+        self._asked_ids: set[str] = set()
+        """Replicas that have not answered yet: they are not asked again, and nobody waits for them."""
 
     async def run(self) -> None:
-        """Ask until cancelled."""
-        while True:
-            await asyncio.sleep(self._interval_s)
-            up_ids = [state.replica_id for state in self._runtime.replicas.states.values() if state.is_up]
-            await asyncio.gather(*(self._look_at(replica_id) for replica_id in up_ids))
+        """Ask until cancelled, all side by side."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await asyncio.sleep(self._interval_s)
+                for state in list(self._runtime.replicas.states.values()):
+                    if state.is_up and state.replica_id not in self._asked_ids:
+                        self._asked_ids.add(state.replica_id)
+                        group.create_task(self._look(state.replica_id), name=f"observe {state.replica_id}")
+
+    async def _look(self, replica_id: str) -> None:
+        try:
+            await self._look_at(replica_id)
+        finally:
+            self._asked_ids.discard(replica_id)
 
     async def _look_at(self, replica_id: str) -> None:
         known = self._replicas.known.get(replica_id)

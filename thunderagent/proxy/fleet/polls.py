@@ -41,6 +41,12 @@ class Polls:
             refuses_others, asked_s = known.endpoint.backend.refuses_models, self._runtime.now_s() - reading.age_s
             self._runtime.served.listed(replica_id, reading.models, refuses_others=refuses_others, asked_s=asked_s)
         before, known.reading = known.reading, reading
+        if reading.uncached_ranks_count and not before.uncached_ranks_count:
+            log.warning(
+                "prefix_caching_off",
+                replica_id=replica_id,
+                effect="each turn there computes its whole context again; start vLLM with --enable-prefix-caching",
+            )
         since, tier, work, began_anew = NOTHING_SINCE, None, None, False
         if has_totals(reading):
             tier = tier_since_of(known.counted, reading)

@@ -91,6 +91,7 @@ class Row(NamedTuple):
 
 _ROWS: tuple[tuple[Access, str, str] | tuple[Access, str, str, int], ...] = (
     # Access, methods, path, largest body
+    (OPEN, "GET", "/"),  # says what this is
     (OPEN, "GET", "/health"),
     (OPEN, "GET", "/ready"),
     (OPEN, "GET", "/metrics"),  # `metrics_need_key` closes these
@@ -250,6 +251,8 @@ def _matches(words: tuple[str, ...], pattern: str) -> bool:
 
 
 _TURN_WORDS = frozenset(_words(path) for path in TURN_DIALECTS)
+_WITHOUT_V1 = frozenset(words[1:] for words in _TURN_WORDS if words[0] == "v1") | {("models",), ("embeddings",)}
+"""Paths of clients whose base URL lacks its /v1. No engine has them."""
 _ENGINE_ROWS = tuple(
     (methods, pattern) for access, methods, pattern, _ in ROUTES if access is ENGINE and pattern != "/{}"
 )
@@ -317,6 +320,13 @@ def is_known(target: Target, method: str) -> bool:
     return any(methods in ("*", method) and _matches(target.words, pattern) for methods, pattern in _ENGINE_ROWS)
 
 
+def base_url_hint(target: Target) -> str | None:
+    """Return what to correct, if a client's base URL lacks /v1; None otherwise."""
+    if target.words in _WITHOUT_V1:
+        return f"it is /v1/{'/'.join(target.words)}; let the client's base URL end in /v1"
+    return None
+
+
 def use_of(target: Target, method: str) -> Use:
     """Return what a request wants of an engine. Cost: a lookup for a turn, one pass over the table for others."""
     may_generate = method not in _NEVER_GENERATE
@@ -331,7 +341,7 @@ def use_of(target: Target, method: str) -> Use:
 
 def engine_access(target: Target, method: str, forward_unknown: ForwardUnknown) -> Access | None:
     """Return what a request to an engine needs; None if it is not forwarded at all."""
-    if target.words in _TURN_WORDS:
+    if target.words in _TURN_WORDS or base_url_hint(target) is not None:
         return DATA
     if is_engine_control(target):
         return ADMIN

@@ -60,7 +60,7 @@ class AdminPort:
 
     def check(self, transport: asyncio.Transport | None, path: str) -> None:
         """Raise `NotFoundError` for an operators' request that came elsewhere."""
-        if not self._is_here(transport):
+        if not self.is_here(transport):
             raise NotFoundError(f"there is no {path} on this port")
 
     def _only_here(self, handler: Handler, concerns: Callable[[web.Request], bool]) -> Handler:
@@ -73,12 +73,13 @@ class AdminPort:
 
     def _named_elsewhere(self, handler: Handler) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
-            request[MUST_NAME] = not self._is_here(request.transport)
+            request[MUST_NAME] = not self.is_here(request.transport)
             return await handler(request)
 
         return handle
 
-    def _is_here(self, transport: asyncio.Transport | None) -> bool:
+    def is_here(self, transport: asyncio.Transport | None) -> bool:
+        """Return whether a request came to the admin port."""
         if transport is None:
             return False
         address = transport.get_extra_info("sockname")

@@ -7,14 +7,15 @@ If none of that is configured, a turn costs only its id and a check for what onl
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from aiohttp import web
+from aiohttp import hdrs, web
 from aiohttp.http import HttpVersion11
-from multidict import CIMultiDictProxy
+from multidict import CIMultiDict, CIMultiDictProxy
 from prometheus_client import CollectorRegistry
 
 from thunderagent.errors import (
@@ -40,6 +41,7 @@ from thunderagent.proxy.gate.keys import NO_LIMITS, Key, Keyring, check_key
 from thunderagent.proxy.gate.keys.quotas import Quotas
 from thunderagent.proxy.gate.login import Logins, has_login
 from thunderagent.proxy.gate.rate_limit import RateLimits
+from thunderagent.proxy.gate.unpacking import unpacked, ways_of
 from thunderagent.proxy.wire.aiohttp_request import KEPT_BODY, target_of
 from thunderagent.proxy.wire.http11.asked import CONTINUE, Asked
 from thunderagent.proxy.wire.request_id import REQUEST_ID, take_request_id
@@ -185,7 +187,7 @@ class Guard:
             self.origins.check_site(asked)
         if (for_admin or asked.head.upgrades) and "Origin" in headers:
             self.origins.check_page(asked)
-        if self._checks_keys_or_rate or not asked.is_whole:
+        if self._checks_keys_or_rate or not asked.is_whole or hdrs.CONTENT_ENCODING in headers:
             return self._let_come(asked, for_admin=for_admin)
         self._take_whole(asked)
         return None
@@ -196,11 +198,16 @@ class Guard:
             await self._check_key_and_rate(asked, for_admin=for_admin, is_turn=not for_admin)
         if asked.head.upgrades:
             return None
-        if asked.is_whole:
+        is_packed = hdrs.CONTENT_ENCODING in asked.headers
+        if asked.is_whole and not is_packed:
             self._take_whole(asked)
             return None
         kept = KeptBody(self._held)
         try:
+            if asked.is_whole:
+                self._take_whole(asked)
+                await self._unpack(asked, kept)
+                return kept
             asked.body = await come(
                 asked.next_piece,
                 asked.headers,
@@ -210,10 +217,24 @@ class Guard:
                 self._settings.max_body_bytes,
                 asked.invite if asked.head.is_http_11 else None,
             )
+            if is_packed:
+                await self._unpack(asked, kept)
         except BaseException:
             kept.release()
             raise
         return kept
+
+    async def _unpack(self, asked: Asked, kept: KeptBody) -> None:
+        """Unpack a body in a thread, and count it so; its turn reads and forwards it as if it had come plain."""
+        ways = ways_of(",".join(asked.headers.getall(hdrs.CONTENT_ENCODING)))
+        if ways is None:
+            return
+        packed_bytes = len(asked.body)
+        asked.body = await asyncio.to_thread(unpacked, asked.body, ways, self._settings.max_body_bytes)
+        kept.grow(max(0, len(asked.body) - packed_bytes))
+        headers = CIMultiDict(asked.headers)
+        del headers[hdrs.CONTENT_ENCODING]
+        asked.headers, asked.notes = CIMultiDictProxy(headers), {}
 
     def _take_whole(self, asked: Asked) -> None:
         asked.body = body = asked.taken()

@@ -65,7 +65,7 @@ class HeldLimits:
     """Leases over the API."""
     key_leases_count: int | None = None
     key_leased_ratio: float = 0.5
-    """Part of the replicas' memory that leases of one data key may claim without the scheduler's having found room."""
+    """Part of the replicas' memory that leases of one data key may claim."""
 
 
 NO_LIMITS: Final = HeldLimits()
@@ -175,8 +175,8 @@ class HeldTurns:
         """Count and return the refusal of a lease beyond its key's part of the replicas' memory."""
         self._refused.labels("key_leased_tokens").inc()
         return KeyHeldLimitError(
-            f"leases of this key claim {leased_tokens:,} tokens without room, and {wanted_tokens:,} more are over its "
-            f"limit; a lease for a program waits for room instead"
+            f"leases of this key claim {leased_tokens:,} tokens, and {wanted_tokens:,} more are over its part of the "
+            f"memory; a lease for a program waits as long as its patience"
         )
 
     @property

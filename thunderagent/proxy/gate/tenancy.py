@@ -18,6 +18,7 @@ from multidict import CIMultiDict, istr
 
 from thunderagent.backends.priority_field import PRIORITY_HEADER
 from thunderagent.errors import OtherTenantError
+from thunderagent.programs.model.records.limits import ProgramLimits
 from thunderagent.proxy.gate.keys import caller_key
 from thunderagent.proxy.gate.keys.quotas import Quotas
 from thunderagent.proxy.reading.identity import IdentityRules
@@ -84,6 +85,12 @@ class Tenancy:
         """Remove from the headers to an engine what this request's client may not set."""
         if _PRIORITY_HEADER in headers and self.drops_priority:
             headers.popall(_PRIORITY_HEADER)
+
+    @property
+    def program_limits(self) -> ProgramLimits | None:
+        """What each program of this request's key may use; None if nothing limits it."""
+        key = caller_key()
+        return None if key is None else key.limits.program
 
     def named(self, said: str) -> str:
         """Return the tenant of a program that this request opens; what its client `said` counts without a data key."""

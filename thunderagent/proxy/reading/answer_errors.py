@@ -9,13 +9,17 @@ escaped there.
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from thunderagent.proxy.reading.json_cost import is_cheap
 from thunderagent.proxy.reading.sse import UNREADABLE, data_of, events_in
 
 _MARKS: Final = (b'"error"', b'"abort"', b'"failed"', b'"response.failed"', b"event: error", b"event:error")
+
+_END: Final = re.compile(rb"[ \t\v\f]*(?:[\r\n]|\Z)")
 
 _MAX_CODE_CHARS: Final = 100
 
@@ -46,8 +50,8 @@ _decode_list: Any = msgspec.json.Decoder(list[_Said]).decode
 
 
 def error_of_body(body: bytes) -> AnswerError | None:
-    """Return the error of a whole answer; None if it has none, or cannot be read."""
-    if not any(mark in body for mark in _MARKS):
+    """Return the error of a whole answer; None if it has none, or cannot be read at a cost like its size."""
+    if not any(mark in body for mark in _MARKS) or not is_cheap(body):
         return None
     try:
         said = _decode_list(body) if body.lstrip()[:1] == b"[" else [_decode(body)]
@@ -64,9 +68,20 @@ def error_of_events(events: bytes) -> AnswerError | None:
         found = error_of_body(data_of(event))
         if found is not None:
             return found
-        if any(line.rstrip() in (b"event: error", b"event:error") for line in event.splitlines()):
+        if any(_is_line(event, name) for name in (b"event: error", b"event:error")):
             return AnswerError("error")
     return None
+
+
+def _is_line(event: bytes, wanted: bytes) -> bool:
+    """Return whether a line of an event is `wanted`, but for spaces at its end; it is not split: it may be large."""
+    at = event.find(wanted)
+    while at >= 0:
+        end = at + len(wanted)
+        if (at == 0 or event[at - 1] in b"\r\n") and _END.match(event, end):
+            return True
+        at = event.find(wanted, end)
+    return False
 
 
 def _error_of(said: _Said) -> AnswerError | None:

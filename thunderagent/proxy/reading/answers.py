@@ -9,6 +9,7 @@ beginning of its next prompt.
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable
 from typing import Any, Final
@@ -136,6 +137,16 @@ def is_last(dialect: Dialect, data: bytes) -> bool:
         return _decode_kind(data).type.encode() in dialect.last_events
     except UNREADABLE:
         return False
+
+
+_ANNOUNCES: Final = re.compile(rb'"type"\s*:\s*"(message_start|ping|response\.(created|in_progress|queued))"').search
+"""Events that engines send before they know whether they can answer."""
+
+
+def says_something(events: bytes) -> bool:
+    """Return whether the begin of a stream has a whole event that is no comment, and no mere announcement."""
+    end = end_of_last_event(events, 0)
+    return any(data and not _ANNOUNCES(data) for data in map(data_of, events_in(events[:end])))
 
 
 class StreamUsage:

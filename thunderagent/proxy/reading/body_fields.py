@@ -25,14 +25,15 @@ OTHERS_FIELDS: Final[tuple[tuple[str, ...], ...]] = (
     ("session_id",),
     ("session_params", "session_id"),
     ("metadata", "program_id"),
-    ("metadata", "session_id"),
     ("vllm_xargs", "program_id"),
     ("nvext", "agent_context", "session_id"),
     ("nvext", "agent_context", "program_id"),
     ("conversation_params", "conversation_id"),  # TensorRT-LLM, NeMo Gym
-    ("prompt_cache_key",),
 )
 """Where else a body may name its program, as paths to the value."""
+
+BUCKET_FIELDS: Final[tuple[tuple[str, ...], ...]] = (("metadata", "session_id"), ("prompt_cache_key",))
+"""Where a body may name a bucket, which several programs may share: applications name their template, or their user."""
 
 SIDE_CALL_TOKEN_FIELDS: Final[tuple[str, ...]] = ("tokens", "input", "prompt", "input_ids", "token_ids")
 """Fields of side calls that may hold many token ids: of detokenize, of embeddings, and as in turns."""
@@ -48,7 +49,7 @@ _BUILT_FIELDS: Final[tuple[str, ...]] = (
     "user",
     "priority",
     "agent_hint",
-    *dict.fromkeys(way[0] for way in OTHERS_FIELDS),
+    *dict.fromkeys(way[0] for way in (*OTHERS_FIELDS, *BUCKET_FIELDS)),
 )
 UNREAD: Final = BodyFields()
 """For an object that is too large for the slow parser."""

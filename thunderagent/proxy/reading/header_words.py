@@ -45,7 +45,12 @@ PARENT_BRANCH_HEADERS: Final = {
 }
 """Headers that name a branch, and those of the branch that waits for it; without one it is the main branch."""
 
-PARENT_HEADERS = ("X-Program-Parent", "X-Dynamo-Parent-Session-ID", "X-Codex-Parent-Thread-Id")
+PARENT_HEADERS = (
+    "X-Program-Parent",
+    "X-Dynamo-Parent-Session-ID",
+    "X-Parent-Session-Id",  # OpenCode
+    "X-Codex-Parent-Thread-Id",
+)
 """Name a program that waits for this one. A thread of Codex counts if it is no branch: if each has a session."""
 
 TENANT_HEADER: Final = "X-Program-Tenant"

@@ -1,7 +1,8 @@
 """Whose turn a request is, and which parts are ours: found without parsing messages, edited by splicing bytes.
 
 The first hit wins: the path (`/p/{program_id}/v1/...`), then headers, then fields of the body: ours, and those in which
-agent frameworks, coding agents and trainers name a request's conversation. Only the field that we defined,
+agent frameworks, coding agents and trainers name a request's conversation. A field that several agents may share names
+a bucket: its programs are told apart by their prompts (`inference.py`). Only the field that we defined,
 `program_id`, is removed from the body, and only its bytes: whatever else the client sent reaches the engine unchanged.
 Others' ids of requests, traces or correlations never name a program: they change with each turn.
 """
@@ -23,6 +24,7 @@ from thunderagent.errors import InvalidProgramIdError, RequestError
 from thunderagent.leases import TurnHint
 from thunderagent.programs.model.events import PrefixCut
 from thunderagent.proxy.reading.body_fields import (
+    BUCKET_FIELDS,
     OTHERS_FIELDS,
     SIDE_CALL_TOKEN_FIELDS,
     UNREAD,
@@ -103,6 +105,8 @@ class TurnRequest(NamedTuple):
     """The body's hint on the program's next turn."""
     engine_request_id: str = ""
     """The client's own id for the request, by which engines abort it; empty if it gave none."""
+    bucket: str = ""
+    """What several programs may share, if nothing names its program: that is inferred among those of the bucket."""
 
 
 class SideCallRequest(NamedTuple):
@@ -127,9 +131,10 @@ class Tokens(Protocol):
 class IdentityRules(NamedTuple):
     """What else may name a program, if the operator wants that.
 
-    `program_headers` do, after ours and before all others; then the body's `user`, if `user_names_program`; then a
-    bearer token of `tokens`. With `infers_programs` a turn that none of them names may still belong to a program. With
-    `drops_priority` a body's `priority` is cut out: it would put the request before those of others.
+    `program_headers` do, after ours and before all others; then a bucket, if `bucket_names_program`; then the body's
+    `user`, if `user_names_program`; then a bearer token of `tokens`. A turn that none of them names may still belong to
+    a program: with `infers_buckets` if it names a bucket, with `infers_programs` in any case. With `drops_priority` a
+    body's `priority` is cut out: it would put the request before those of others.
     """
 
     program_headers: Sequence[str] = ()
@@ -137,6 +142,8 @@ class IdentityRules(NamedTuple):
     tokens: Tokens | None = None
     infers_programs: bool = False
     drops_priority: bool = False
+    bucket_names_program: bool = False
+    infers_buckets: bool = True
     reads_prefixes: bool = True
     """Whether anybody wants to know where a prompt may share a prefix."""
     model_aliases: Mapping[str, str] = MappingProxyType({})
@@ -169,6 +176,9 @@ def identify(
         return None
     said, header = heard_in(headers, rules.program_headers, notes)
     program_id, source = _program_of(path_id, headers, said, header, fields, rules)
+    bucket = ""
+    if program_id is None and rules.infers_buckets and (fields.prompt_cache_key is not None or fields.metadata):
+        bucket, source = _bucket_of(fields) or ("", source)
     words = words_in(said, header, program_id)
     streams = fields.stream is True or flag_of(fields.stream) is True
     told = _without_ours(text, fields, rules)
@@ -180,7 +190,7 @@ def identify(
     previous_id = fields.previous_response_id
     media = media_in(text, fields)
     prefix: tuple[PrefixCut, ...] = ()
-    if previous_id is None and rules.reads_prefixes and (program_id is not None or rules.infers_programs):
+    if previous_id is None and rules.reads_prefixes and (program_id is not None or bucket or rules.infers_programs):
         prefix = prefix_of(fields, outline, has_media=bool(media.size_bytes))
     hint = None
     if fields.agent_hint is not None or fields.vllm_xargs is not None or fields.nvext is not None:
@@ -210,6 +220,7 @@ def identify(
         fields.model,
         hint,
         _engine_request_id(fields, headers),
+        bucket,
     )
 
 
@@ -298,11 +309,21 @@ def _program_of(
     for way in OTHERS_FIELDS:
         if (named := _id_at(fields, way)) is not None:
             return named, ".".join(way)
+    if rules.bucket_names_program and (found := _bucket_of(fields)) is not None:
+        return found
     if rules.user_names_program and (named := _id_at(fields, ("user",))) is not None:
         return named, "user"
     if rules.tokens is not None and (named := rules.tokens.named_by(headers)) is not None:
         return check_program_id(named), "bearer"
     return None, "anonymous"
+
+
+def _bucket_of(fields: BodyFields) -> tuple[str, str] | None:
+    """Return the first bucket that a body names, and by which field; None if it names none."""
+    for way in BUCKET_FIELDS:
+        if (named := _id_at(fields, way)) is not None:
+            return named, ".".join(way)
+    return None
 
 
 def _id_at(fields: BodyFields, way: tuple[str, ...]) -> str | None:

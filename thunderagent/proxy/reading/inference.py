@@ -9,6 +9,13 @@ remembered one belongs to that program; the longest one counts. First prompts co
 RL prompt are separate programs, and the answers tell them apart. If even those are the same, each next turn gets one of
 the programs that wait for it.
 
+A *bucket* (`prompt_cache_key`) says that its turns have something in common, not that they are of one program. So it
+only separates rows. A program that opens in a bucket gets its name as its id, if no other program has that now: the one
+agent of a bucket keeps a name that it knows.
+
+A turn that ended without an answer may come again, perhaps while its first attempt still runs. The same prompt then
+gets the same program.
+
 How is the longest beginning found in one pass? A digest is taken every `STRIDE_BYTES`. A remembered row is filed under
 its last such digest, so a prompt looks there at each of its own, and the rest of the row is compared by digest.
 
@@ -17,12 +24,12 @@ read and changed only on the event loop, by `named` when a turn has been read an
 answer is relayed: nobody can send the next turn before that.
 """
 
-# interpreted: it is off unless an operator wants it, and the time is that of digests
+# interpreted: few turns need it, and the time is that of digests
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
@@ -53,6 +60,9 @@ _decode_text = msgspec.json.Decoder(str).decode
 _encode = msgspec.json.Encoder(order="sorted").encode
 
 
+MAX_UNANSWERED = 10_000
+"""How many prompts without an answer are remembered; the oldest goes first."""
+
 MAX_WAITING_IDS = 1024
 """A client that repeats itself, and gets the same answer, opens many programs whose next turn never comes."""
 
@@ -66,6 +76,10 @@ class _Row:
     waiting_ids: deque[str] = field(default_factory=partial(deque, maxlen=MAX_WAITING_IDS))
     """Programs whose next turn may begin this way, and has not come yet; the oldest are dropped."""
     last_id: str = ""
+
+
+Key = tuple[int, bytes]
+"""Of a row: its size in bytes, and its digest."""
 
 
 class Chain(NamedTuple):
@@ -82,7 +96,7 @@ class Chain(NamedTuple):
         digests = _stride_digests(self.stride_digest, rest)
         return Chain(self.kind, self.size_bytes + len(data), digests[-1], rest[(len(digests) - 1) * STRIDE_BYTES :])
 
-    def key(self) -> tuple[int, bytes]:
+    def key(self) -> Key:
         """Return the row's unique key."""
         return self.size_bytes, _digest(self.stride_digest, self.tail)
 
@@ -112,8 +126,8 @@ def _stride_digests(first: bytes, data: bytes) -> list[bytes]:
     return digests
 
 
-def prompt_of(body: bytes, dialect: Dialect, tenant: str = "") -> Prompt | None:
-    """Return the prompt of a turn, distinct from prompts of other tenants; None if its shape is unknown.
+def prompt_of(body: bytes, dialect: Dialect, tenant: str = "", bucket: str = "") -> Prompt | None:
+    """Return the prompt of a turn, distinct from those of other tenants and buckets; None if its shape is unknown.
 
     Cost: about 10 ms for 2 MB, in pieces, so that other threads can run.
     """
@@ -127,9 +141,8 @@ def prompt_of(body: bytes, dialect: Dialect, tenant: str = "") -> Prompt | None:
         return None
     if not row:
         return None
-    salt = b"\0".join(
-        (kind.encode(), fields.model, fields.cache_salt, fields.system or fields.instructions, tenant.encode())
-    )
+    system = fields.system or fields.instructions
+    salt = b"\0".join((kind.encode(), fields.model, fields.cache_salt, system, tenant.encode(), bucket.encode()))
     return Prompt(kind, row, _stride_digests(_digest(b"", salt), row))
 
 
@@ -139,23 +152,58 @@ class Inference:
     def __init__(self, max_rows: int = MAX_ROWS) -> None:
         """Start empty."""
         self._max_rows = max_rows
-        self._rows: OrderedDict[tuple[int, bytes], _Row] = OrderedDict()
+        self._rows: OrderedDict[Key, _Row] = OrderedDict()
         self._by_stride: dict[bytes, dict[int, int]] = {}
         """For each digest of a stride, how many rows end how many bytes from the beginning."""
+        self._in_flight: dict[Key, list[str]] = {}
+        """The programs whose turns with a prompt are in flight."""
+        self._in_flight_of: Counter[str] = Counter()
+        self._unanswered: OrderedDict[Key, list[str]] = OrderedDict()
+        """The programs whose turns with a prompt ended without an answer."""
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def named(self, turn: TurnRequest, prompt: Prompt) -> TurnRequest:
-        """Return an unnamed turn with its program. Cost: a lookup for each stride."""
-        row = self._longest_beginning(prompt)
-        if row is None:
-            program_id = f"{SOURCE}-{uuid4().hex}"
-        else:
-            if row.waiting_ids:
-                row.last_id = row.waiting_ids.popleft()
-            program_id = row.last_id
-        return turn._replace(program_id=program_id, source=SOURCE)
+    def named(
+        self,
+        turn: TurnRequest,
+        prompt: Prompt,
+        is_taken: Callable[[str], bool] = lambda _: False,
+        *,
+        is_retry: bool = False,
+    ) -> TurnRequest:
+        """Return an unnamed turn with its program. Cost: a lookup for each stride.
+
+        `is_taken` says whether a live program has an id, `is_retry` that the client says so.
+        """
+        bucket = turn.bucket
+        program_id = self._come_again(prompt.chain().key(), is_retry) or self._goes_on(prompt)
+        if program_id is None:
+            is_free = bucket and bucket not in self._in_flight_of and not is_taken(bucket)
+            program_id = bucket if is_free else f"{SOURCE}-{uuid4().hex}"
+        return turn._replace(program_id=program_id, source=turn.source if program_id == bucket else SOURCE)
+
+    def began(self, key: Key, program_id: str) -> None:
+        """Note that a turn of a program with this prompt is in flight."""
+        self._in_flight.setdefault(key, []).append(program_id)
+        self._in_flight_of[program_id] += 1
+
+    def ended(self, key: Key, program_id: str, *, answered: bool) -> None:
+        """Note that it ended; without an answer it may come again."""
+        ids = self._in_flight[key]
+        ids.remove(program_id)
+        if not ids:
+            del self._in_flight[key]
+        self._in_flight_of[program_id] -= 1
+        if not self._in_flight_of[program_id]:
+            del self._in_flight_of[program_id]
+        if answered or program_id in ids:
+            return
+        unanswered = self._unanswered.setdefault(key, [])
+        if program_id not in unanswered and len(unanswered) < MAX_WAITING_IDS:
+            unanswered.append(program_id)
+        if len(self._unanswered) > MAX_UNANSWERED:
+            self._unanswered.popitem(last=False)
 
     def answered(self, program_id: str, chain: Chain, choices: Sequence[Completion]) -> None:
         """Remember a program's prompt with each of its answers."""
@@ -163,6 +211,26 @@ class Inference:
             answer = _row_of_answer(choice, chain.kind)
             if answer:
                 self._remember(program_id, chain.extended(answer))
+
+    def _come_again(self, key: Key, is_retry: bool) -> str | None:
+        """Return the program whose turn with the same prompt has no answer; None if there is none, or several run."""
+        ids = self._unanswered.get(key)
+        if ids is not None:
+            program_id = ids.pop(0)
+            if not ids:
+                del self._unanswered[key]
+            return program_id
+        in_flight = set(self._in_flight.get(key, ())) if is_retry else ()
+        return next(iter(in_flight)) if len(in_flight) == 1 else None
+
+    def _goes_on(self, prompt: Prompt) -> str | None:
+        """Return the program whose last prompt and answer a prompt begins with."""
+        row = self._longest_beginning(prompt)
+        if row is None:
+            return None
+        if row.waiting_ids:
+            row.last_id = row.waiting_ids.popleft()
+        return row.last_id
 
     def _longest_beginning(self, prompt: Prompt) -> _Row | None:
         """Return the longest remembered row that a prompt begins with."""
@@ -243,8 +311,11 @@ _SERVERS_OWN = frozenset({"id", "status", "cache_control"})
 """Fields of items that a client omits, or moves with each turn."""
 
 _TEXTS = frozenset({"text", "input_text", "output_text"})
-_THOUGHTS = frozenset({"thinking", "redacted_thinking"})
-"""Some clients send them back, others do not; items of the type `reasoning` come back in part."""
+_THOUGHTS = frozenset({"thinking", "redacted_thinking", "reasoning", "reasoning_content"})
+_THOUGHT_TAGS = ("think", "thinking", "thought", "reasoning")
+"""Thoughts as parts, and in a text, where the template may have begun it, so that only its end is there.
+
+Some clients send them back, others do not; items of the type `reasoning` come back in part."""
 
 
 def _canonical(message: dict[str, Any]) -> bytes:
@@ -256,10 +327,23 @@ def _canonical(message: dict[str, Any]) -> bytes:
         item = {name: value for name, value in message.items() if name not in _SERVERS_OWN and value is not None}
         return _encode({**item, "arguments": _arguments(item.get("arguments"))}) + b"\n"
     text, calls = _content_of(message.get("content"))
+    if isinstance(text, str) and "</" in text and message.get("role") == "assistant":
+        text = _without_thoughts(text).strip()
     more_calls = message.get("tool_calls")
     if isinstance(more_calls, list):
         calls += map(_call, more_calls)
     return _encode((message.get("role"), text, calls, message.get("tool_call_id"), message.get("name"))) + b"\n"
+
+
+def _without_thoughts(text: str) -> str:
+    """Return an answer without what the model thought before it. Cost: linear."""
+    for tag in _THOUGHT_TAGS:
+        if (end := f"</{tag}>") not in text:
+            continue
+        *pieces, last = text.split(end)
+        parted = [piece.partition(f"<{tag}>") for piece in pieces]
+        text = "".join(before if begin or at else "" for at, (before, begin, _) in enumerate(parted)) + last
+    return text
 
 
 def _content_of(content: object) -> tuple[object, list[object]]:

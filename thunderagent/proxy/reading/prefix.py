@@ -46,6 +46,8 @@ KNOWN_COUNT: Final = 4096
 _TEXT_CUTS_BYTES: Final = tuple(
     size_bytes for step in STEPS if MIN_TEXT_BYTES <= (size_bytes := step * TEXT_STEP_BYTES) <= MAX_HASHED_BYTES
 )
+_ATTRIBUTION: Final = re.compile(rb'\s*\[\s*\{(?:\s*"type"\s*:\s*"text"\s*,)?\s*"text"\s*:\s*"x-[a-z0-9-]+-header:')
+"""A system prompt whose first block says which client and which task sent it: engines leave that block out."""
 _TOKEN_IDS: Final = re.compile(rb"\[[\s\[]*[0-9]")
 Piece = bytes | memoryview
 """Also msgspec's own bytes type, which a compiled function does not accept as bytes."""
@@ -104,6 +106,8 @@ def _cuts_of_messages(fields: PromptFields, *, has_media: bool) -> tuple[PrefixC
 def _messages(fields: PromptFields) -> Sequence[Raw]:
     """Return what follows the tools; raises like msgspec if it is neither a list nor a text."""
     system = fields.system or fields.instructions
+    if system and _ATTRIBUTION.match(system) is not None:
+        system = Raw(b"[" + b",".join(map(bytes, (list_of(system) or [])[1:])) + b"]")
     items = fields.messages or ([fields.input] if begins_with(fields.input, b'"') else list_of(fields.input)) or []
     return [system, *items] if system else items
 

@@ -54,8 +54,8 @@ def read_request(
         return turn, None
     if tenancy is not None and (tenant := tenancy.named(turn.tenant)) != turn.tenant:
         turn = turn._replace(tenant=tenant)
-    infers = rules.infers_programs and turn.program_id is None and turn.has_whole_prompt
-    return turn, prompt_of(body, dialect, turn.tenant) if infers else None
+    infers = turn.program_id is None and (rules.infers_programs or turn.bucket) and turn.has_whole_prompt
+    return turn, prompt_of(body, dialect, turn.tenant, turn.bucket) if infers else None
 
 
 def _unread(target: Target, headers: CIMultiDictProxy[str], body: bytes, rules: IdentityRules) -> TurnRequest:

@@ -14,7 +14,8 @@ the same too, sent together on purpose, and must not end each other. So the clie
   another of the same body: those are samples, and it is unknown which of them is retried. Attempts with different keys
   are two turns, whatever the count.
 
-If the old attempt already ended without an answer, only its age is left, and goes to the next retry of the same body.
+If the old attempt already ended without an answer, only its age is left, and goes to the next turn of the same body,
+whether or not its client says that it is a retry: transports that give up by themselves do not.
 Anonymous turns need both, key and count.
 
 Bodies are compared, not hashed: only those of one program's current turns, and only if their sizes are the same. Only
@@ -27,7 +28,7 @@ stake.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from hashlib import blake2b
 from typing import Final
 
@@ -40,13 +41,14 @@ REMEMBER_S: Final = 120.0
 REMEMBER_COUNT: Final = 10_000
 HASHED_BYTES: Final = 2**20
 TOLD_BYTES: Final = 2**12
-"""The end of a body by which another gateway knows it, together with its size and its client's key."""
+"""The end of a body by which another gateway knows it, together with its size, its client's key and tenant."""
 
 
 class Attempt:
     """One attempt at a turn, while it is here."""
 
     __slots__ = (
+        "aborted_for",
         "is_sample",
         "key",
         "path",
@@ -79,6 +81,8 @@ class Attempt:
         self.is_sample = False
         """Whether another of the same body ran beside it."""
         self.superseded = False
+        self.aborted_for = ""
+        """The code of the error that it ends with, if its program was ended and it was to end, too."""
         self.key: str | None = None
         """What attempts at one turn certainly share; None for an anonymous one without it."""
 
@@ -102,6 +106,8 @@ class Attempts:
         """Start without attempts."""
         self._live: dict[str, list[Attempt]] = {}
         self._ended: OrderedDict[Place, tuple[float, float, int]] = OrderedDict()
+        self._ended_of: Counter[str] = Counter()
+        """How many of them each key has: the body of a turn is hashed only where one may have come before."""
 
     def __len__(self) -> int:
         return sum(map(len, self._live.values()))
@@ -114,7 +120,7 @@ class Attempts:
         live = self._live.get(key)
         if live is None:
             self._live[key] = [attempt]
-            if attempt.patience.retry_count:
+            if key in self._ended_of:
                 self._goes_on(attempt, now_s)
             return
         others = [other for other in live if not other.superseded and other.is_same(attempt)]
@@ -127,7 +133,7 @@ class Attempts:
             earlier.superseded = True
             if earlier.task is not None:
                 earlier.task.cancel()
-        elif attempt.patience.retry_count:
+        elif key in self._ended_of:
             self._goes_on(attempt, now_s)
         for each in (attempt, *others) if others else ():
             each.is_sample = True
@@ -136,16 +142,24 @@ class Attempts:
     def _goes_on(self, attempt: Attempt, now_s: float) -> None:
         """Give an attempt the age of the one before, if that recently ended without an answer."""
         ended = self._ended.pop(_place_of(attempt), None)
+        if ended is not None:
+            self._one_less(attempt.key or "")
         if ended is not None and now_s - ended[1] <= REMEMBER_S:
             attempt.since_s, _, attempt.supersedes_id = ended
 
-    def revoke(self, program_id: str, turn_id: int) -> None:
-        """Cancel an attempt, because the next one at the same turn came to another gateway."""
+    def revoke(self, program_id: str, turn_id: int | None, code: str = "") -> int:
+        """Cancel an attempt, because the next one at the same turn came to another gateway; return how many.
+
+        With a `code` it ends with that error, because its program does; without a `turn_id` all of its attempts do.
+        """
+        revoked_count = 0
         for attempt in self._live.get(program_id, ()):
-            if attempt.turn_id == turn_id and not attempt.superseded:
-                attempt.superseded = True
+            if turn_id in (None, attempt.turn_id) and not attempt.superseded:
+                attempt.superseded, attempt.aborted_for = True, code
                 if attempt.task is not None:
                     attempt.task.cancel()
+                revoked_count += 1
+        return revoked_count
 
     def end(self, attempt: Attempt, now_s: float, *, answered: bool) -> None:
         """Remove an attempt; one without an answer may come again."""
@@ -161,10 +175,17 @@ class Attempts:
             self._remember(_place_of(attempt), attempt, now_s)
 
     def _remember(self, place: Place, attempt: Attempt, now_s: float) -> None:
+        if place not in self._ended:
+            self._ended_of[place[0]] += 1
         self._ended[place] = attempt.since_s, now_s, attempt.turn_id
         self._ended.move_to_end(place)
         while len(self._ended) > REMEMBER_COUNT or now_s - next(iter(self._ended.values()))[1] > REMEMBER_S:
-            self._ended.popitem(last=False)
+            self._one_less(self._ended.popitem(last=False)[0][0])
+
+    def _one_less(self, key: str) -> None:
+        self._ended_of[key] -= 1
+        if not self._ended_of[key]:
+            del self._ended_of[key]
 
 
 def told_key(attempt: Attempt) -> str:
@@ -172,7 +193,7 @@ def told_key(attempt: Attempt) -> str:
     turn, key = attempt.turn, attempt.patience.idempotency_key
     if not key or turn.program_id is None:
         return ""
-    words = "\0".join((turn.program_id, turn.branch_id, attempt.path, str(len(turn.body)), key))
+    words = "\0".join((turn.tenant, turn.program_id, turn.branch_id, attempt.path, str(len(turn.body)), key))
     what = words.encode(errors="surrogateescape")  # a header may hold any bytes
     return blake2b(turn.body[-TOLD_BYTES:], key=blake2b(what).digest(), digest_size=16).hexdigest()
 

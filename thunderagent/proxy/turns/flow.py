@@ -10,7 +10,8 @@ in a stream, in a whole answer) need no code of their own. One that leaves with 
 `arrival.py` reads the request; `forward.py` sends it to a replica, and decides on another; `relay.py` returns the
 answer. A client's stated patience (`patience.py`) becomes the turn's deadline. A retry replaces its earlier attempt
 (`attempts.py`), which is cancelled like one whose client left. If the operator wants that, a held stream may send
-heartbeats (`heartbeat.py`), and the program may be inferred (`reading/inference.py`).
+heartbeats (`heartbeat.py`). The program may be inferred (`reading/inference.py`): in a bucket, or if the operator wants
+that.
 """
 
 # compiled: each turn passes here
@@ -28,7 +29,15 @@ import structlog
 from msgspec.structs import replace
 from multidict import CIMultiDict
 
-from thunderagent.errors import ReplicaError, RequestError, ThunderAgentError, TurnAbortedError, TurnSupersededError
+from thunderagent.errors import (
+    ProgramKilledError,
+    ProgramReleasedError,
+    ReplicaError,
+    RequestError,
+    ThunderAgentError,
+    TurnAbortedError,
+    TurnSupersededError,
+)
 from thunderagent.leases import Lease, LeaseSource
 from thunderagent.leases.open_lease import OpenLease
 from thunderagent.log_lines import line_writer
@@ -49,7 +58,7 @@ from thunderagent.proxy.turns.arrival import read_turn
 from thunderagent.proxy.turns.attempts import Attempt, Attempts, told_key
 from thunderagent.proxy.turns.forward import Forwarding
 from thunderagent.proxy.turns.heartbeat import HeldStream
-from thunderagent.proxy.turns.patience import patience_of
+from thunderagent.proxy.turns.patience import RETRY_HEADER, patience_of
 from thunderagent.proxy.turns.record import Record, ask_for
 from thunderagent.proxy.turns.relay import Relay
 from thunderagent.proxy.turns.retry_budget import DEFAULT_RETRIES, RetryBudget, RetrySettings
@@ -129,7 +138,8 @@ class Turns:
         self._judge = judge
         self._budget = RetryBudget(settings.retries)
         self._attempts = Attempts()
-        self._inference = Inference() if settings.identity.infers_programs else None
+        infers = settings.identity.infers_programs or settings.identity.infers_buckets
+        self._inference = Inference() if infers else None
         self._forwarding = Forwarding(
             client, replicas, watcher, self._budget, metrics, names_programs=settings.names_programs
         )
@@ -138,9 +148,16 @@ class Turns:
         self._loop: asyncio.AbstractEventLoop | None = None
         """Cached, because asking for it costs a system call."""
 
-    def revoke(self, program_id: str, turn_id: int) -> None:
-        """End a turn here, because its next attempt came to another gateway."""
-        self._attempts.revoke(program_id, turn_id)
+    def revoke(self, program_id: str, turn_id: int | None, code: str = "") -> int:
+        """End a turn here, because its next attempt came to another gateway, or all of a program that ends so.
+
+        `code` is the error of the latter. Return how many end.
+        """
+        return self._attempts.revoke(program_id, turn_id, code)
+
+    def abort(self, program_id: str, code: str) -> int:
+        """End all turns of a program here, at their engines, too; return how many there are."""
+        return self._attempts.revoke(program_id, None, code)
 
     async def answer(self, exchange: Exchange, chosen_id: str | None = None) -> None:
         """Answer one turn; on the replica `chosen_id`, which its client chose, it is always anonymous.
@@ -160,10 +177,9 @@ class Turns:
         if self._leases.replicas.names_models:
             record.model = model_named(turn.model, turn.body)
         if turn.previous_response_id:
-            record.maker_id = self._made.maker(turn.previous_response_id)
+            record.maker_id = self._made.maker(turn.previous_response_id, None if tenancy is None else tenancy.own)
         attempt = self._attempt(exchange, record)
-        self._budget.turn_came(attempt.since_s)
-        self._attempts.begin(attempt, attempt.since_s)
+        self._begin(record, attempt)
         running, run = None, self._run if tenancy is None else self._run_named
         try:
             running = self._held.runs(record.held_bytes)
@@ -181,37 +197,33 @@ class Turns:
         except asyncio.CancelledError:
             if not attempt.superseded:
                 raise
-            record.outcome = "superseded"
-            if record.status is not None or attempt.task is None or attempt.task.uncancel():
+            if not await self._end_revoked(exchange, record, attempt):
                 raise  # its answer has begun, or its client left as well
-            record.status = TurnSupersededError.status
-            if record.held_stream is None or not exchange.begun:
-                raise _superseded(record) from None
-            await record.held_stream.fail(_superseded(record))
         finally:
             if running is not None:
                 self._held.ran(running, record.held_bytes)
-            self._attempts.end(attempt, self._leases.now_s(), answered=record.outcome == "finished")
-            self._write_line(record)
-            if record.outcome == "finished":
-                self._is_through(record)
+            self._end(record, attempt)
 
     # --- what a turn is ----------------------------------------------------------------------------------------------
 
     def _of_program(
         self, exchange: Exchange, turn: TurnRequest, prompt: Prompt | None, tenancy: Tenancy | None
     ) -> TurnRequest:
-        """Infer the program of an unnamed turn if the operator wants that, and have its sandboxes prepared.
+        """Infer the program of an unnamed turn if its prompt was read, and have its sandboxes prepared.
 
         Raises `OtherTenantError` if its program does not belong to its key's tenant.
         """
         if prompt is not None and self._inference is not None:
-            turn = self._inference.named(turn, prompt)
+            is_retry = exchange.headers.get(RETRY_HEADER, "0") != "0"
+            turn = self._inference.named(turn, prompt, self._is_taken, is_retry=is_retry)
         if tenancy is not None:
             tenancy.check(turn.program_id)
         if self._sandboxes is not None and turn.program_id is not None and CLASS_HEADER in exchange.headers:
             self._sandboxes.program_seen(turn.program_id, exchange.headers[CLASS_HEADER], turn.tenant)
         return turn
+
+    def _is_taken(self, program_id: str) -> bool:
+        return self._leases.tenant_of(program_id) is not None
 
     def _attempt(self, exchange: Exchange, record: Record) -> Attempt:
         turn, target = record.turn, record.target
@@ -226,6 +238,13 @@ class Turns:
         task = asyncio.current_task(self._loop)
         path = target.sent if record.chosen_id is None else target.prefix + target.sent
         return Attempt(turn, path, patience, self._leases.now_s(), task, self._leases.new_turn_id())
+
+    def _begin(self, record: Record, attempt: Attempt) -> None:
+        """Note that a turn is in flight."""
+        self._budget.turn_came(attempt.since_s)
+        self._attempts.begin(attempt, attempt.since_s)
+        if record.prompt_key is not None and self._inference is not None:
+            self._inference.began(record.prompt_key, record.turn.program_id or "")
 
     # --- its way -----------------------------------------------------------------------------------------------------
 
@@ -298,16 +317,17 @@ class Turns:
                 return granted.replica_id
             finally:
                 upstream.close()
+                forwarding.ended(record, granted.replica_id)
         finally:
             if named is not None:
                 forwarding.left(record, granted, named, authorization)
 
     def _goes_on(self, record: Record, attempt: Attempt, granted: Lease, upstream: Answer, give_up_s: float) -> bool:
-        """Return whether a turn asks for another lease, because its engine is full, or answered 5xx."""
-        if upstream.status < 429 or not self._lives(record):
+        """Return whether a turn asks for another lease, because its engine is full, or answered with an error."""
+        if (upstream.status < 429 and record.first_error is None) or not self._lives(record):
             return False
         forwarding, now_s = self._forwarding, self._leases.now_s()
-        if forwarding.waits(granted, upstream, give_up_s - now_s):
+        if forwarding.waits(record, granted, upstream, give_up_s - now_s):
             record.unsent_count += 1  # it did not run
             return True
         return forwarding.goes_elsewhere(record, attempt, granted, upstream, now_s)
@@ -382,6 +402,16 @@ class Turns:
 
     # --- its end -----------------------------------------------------------------------------------------------------
 
+    def _end(self, record: Record, attempt: Attempt) -> None:
+        """Note that a turn has ended, write its line, and end a program with its last turn."""
+        answered = record.outcome == "finished"
+        self._attempts.end(attempt, self._leases.now_s(), answered=answered)
+        if record.prompt_key is not None and self._inference is not None:
+            self._inference.ended(record.prompt_key, record.turn.program_id or "", answered=answered)
+        self._write_line(record)
+        if answered:
+            self._is_through(record)
+
     async def _say_aborted(self, exchange: Exchange, record: Record) -> bool:
         """Answer like an engine that aborts a request before it ran; return False if its API has no such answer."""
         turn = record.turn
@@ -397,6 +427,23 @@ class Turns:
             headers = CIMultiDict({"Content-Type": content_type})
             headers.update(record.headers())
             await done(exchange.answer(200, "OK", headers, answer))
+        return True
+
+    async def _end_revoked(self, exchange: Exchange, record: Record, attempt: Attempt) -> bool:
+        """Answer a turn that was cancelled here; return False if nobody can be told. Raises what its client gets."""
+        record.outcome = "superseded"
+        if attempt.aborted_for:
+            record.outcome, record.verdict, record.cause = "aborted", "aborted_by_trainer", attempt.aborted_for
+        if record.status is not None or attempt.task is None or attempt.task.uncancel():
+            return False
+        error = _ended_by(attempt, record)
+        record.status = error.status
+        try:
+            if record.held_stream is None or not exchange.begun:
+                raise error from None
+            await record.held_stream.fail(error)
+        finally:
+            del error  # its traceback names this frame
         return True
 
     def _is_through(self, record: Record) -> None:
@@ -417,7 +464,14 @@ class Turns:
         self._write(record.line(duration_s, REQUEST_ID.get()))
 
 
-def _superseded(record: Record) -> TurnSupersededError:
-    error = TurnSupersededError("the client retried this turn; the retry goes on")
+def _ended_by(attempt: Attempt, record: Record) -> ThunderAgentError:
+    """Return the error of an attempt that was cancelled here: another one replaces it, or its program was ended."""
+    error: ThunderAgentError = TurnSupersededError("the client retried this turn; the retry goes on")
+    if attempt.aborted_for == ProgramKilledError.code:
+        error = ProgramKilledError(
+            f"program {record.turn.program_id!r} was ended by an operator, and its turns aborted"
+        )
+    elif attempt.aborted_for:
+        error = ProgramReleasedError(f"program {record.turn.program_id!r} was released, and its turns aborted")
     tell_with_error(error, record.headers())
     return error

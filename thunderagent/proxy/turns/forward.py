@@ -1,9 +1,10 @@
 """A turn on its way to its replica: with its name and priority if the engine wants them, and retried or not.
 
 A turn is retried on another replica only while its client has no byte of an answer: if the connection failed, or the
-engine answered 5xx and another replica could answer. `retry_budget.py` limits retries, except of turns that were never
-sent, and of those whose replica is lost as a whole: these wait for another one, as long as their clients do. So do
-turns that an engine refuses because it is full (429, 503). All other answers go to the client as they are, and what
+engine answered 5xx and another replica could answer. An answer that begins with an error is like a 5xx, whatever its
+status: so the head of a stream waits for its first event. `retry_budget.py` limits retries, except of turns that were
+never sent, and of those whose replica is lost as a whole: these wait for another one, as long as their clients do. So
+do turns that an engine refuses because it is full (429, 503). All other answers go to the client as they are, and what
 cannot be read as an answer is not computed again. `fleet/breaker.py` hears of each try, and keeps turns off a replica
 that fails too often.
 """
@@ -37,6 +38,8 @@ from thunderagent.leases import Lease
 from thunderagent.leases.open_lease import OpenLease
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.replicas import Replicas, Watcher
+from thunderagent.proxy.reading.answer_errors import AnswerError, error_of_body, error_of_events
+from thunderagent.proxy.reading.answers import says_something
 from thunderagent.proxy.reading.outline import read_aside
 from thunderagent.proxy.turns.attempts import Attempt
 from thunderagent.proxy.turns.record import Record
@@ -46,12 +49,16 @@ from thunderagent.proxy.watch.turn_metrics import TurnMetrics
 from thunderagent.proxy.wire.exchange import Exchange
 from thunderagent.proxy.wire.headers import forwarded_request_headers
 from thunderagent.proxy.wire.http11.answers import Answer
+from thunderagent.proxy.wire.http11.heads import CONTENT_ENCODING, CONTENT_LENGTH
 from thunderagent.proxy.wire.request_id import REQUEST_ID
 
 log = structlog.get_logger("thunderagent.turns")
 
 FULL: Final = frozenset({429, 503})
 """What engines answer that have no room: the turn did not run."""
+
+_FULL_CODES: Final = frozenset(map(str, FULL))
+"""The same, of an error inside an answer."""
 
 MOST_LOST_COUNT: Final = 2
 """A turn whose replica goes down may go elsewhere this often beyond its tries: engines that fail together fail one
@@ -61,6 +68,12 @@ LOST_WITHIN_S: Final = 0.5
 """How long a turn over the budget waits for the word that its replica is down: it is polled at once."""
 
 LOOK_PERIOD_S: Final = 0.05
+
+HEAD_WAITS_S: Final = 10.0
+"""How long the head of a stream waits for its first event: engines send it before they compute."""
+
+MOST_JUDGED_BYTES: Final = 16 * 1024
+"""A stream that begins with a longer event, and a longer whole answer, are no errors."""
 
 _NOT_SENT = (ReplicaRefusedError, ReplicaRemovedError, ReplicaTrippedError)
 """Errors before a turn was sent, after which its replica gets no turns."""
@@ -107,7 +120,7 @@ class Forwarding:
     def send(
         self, exchange: Exchange, record: Record, lease: Lease, headers: CIMultiDict[str], body: bytes
     ) -> Awaitable[Answer]:
-        """Forward a turn, with its priority if the scheduler gives it one, and return when its answer's head arrived.
+        """Forward a turn, with its priority if the scheduler gives it one, and return when its answer has begun.
 
         A turn that its engine refuses for its priority is sent again without it. Raises `ReplicaError`.
         """
@@ -141,6 +154,7 @@ class Forwarding:
         if not priorities.is_refusal(answer):
             return upstream
         upstream.close()
+        self._replicas.breakers.left(lease.replica_id, record.probe)
         upstream = await self._send_once(exchange, record, lease, headers, body)
         if upstream.status != 400:
             self._replicas.priorities.refused(lease.replica_id)
@@ -154,7 +168,11 @@ class Forwarding:
             headers = CIMultiDict(headers)
             headers["Accept-Encoding"] = "identity"  # the head was sent with this promise
         breakers, replica_id = self._replicas.breakers, lease.replica_id
-        probe = await breakers.admit(replica_id) if breakers.knows(replica_id) else None
+        record.probe = probe = None
+        if breakers.knows(replica_id):
+            is_bound = replica_id in (record.chosen_id, record.maker_id)
+            record.probe = probe = await breakers.admit(replica_id, is_bound=is_bound)
+        upstream, record.first_error, record.had_head = None, None, False
         try:
             upstream = await self._client.send(
                 replica_id,
@@ -165,41 +183,95 @@ class Forwarding:
                 body or None,
                 may_repeat=not record.turn.is_unknown,
             )
+            if upstream.status == 200:
+                record.first_error = await self._first_error(replica_id, upstream)
         except BaseException as error:
+            if upstream is not None:
+                record.had_head = True
+                upstream.close()
             breakers.lost(replica_id, error, probe)
             raise
-        if breakers.knows(replica_id):
-            if upstream.status in FULL:
-                breakers.left(replica_id, probe)
-            elif upstream.status < 500:
-                breakers.began(replica_id)
-            else:
-                record.probe = probe
         return upstream
 
-    def waits(self, lease: Lease, upstream: Answer, patience_s: float) -> bool:
+    def ended(self, record: Record, replica_id: str) -> None:
+        """Note the end of a turn whose answer had begun: a probe that broke off failed, any other makes way."""
+        if record.probe is not None:
+            breakers = self._replicas.breakers
+            if record.outcome == "failed" and not record.probe.done():
+                breakers.failed(replica_id, record.cause)
+            breakers.left(replica_id, record.probe)
+
+    async def _first_error(self, replica_id: str, upstream: Answer) -> AnswerError | None:
+        """Return the engine's own error with which an answer of status 200 begins, before anything is relayed.
+
+        Raises `ReplicaError` if it breaks off before its first event.
+        """
+        if CONTENT_ENCODING in upstream.headers:
+            return None  # engines send errors as they are
+        if upstream.content_type != "text/event-stream":
+            size = upstream.headers.get(CONTENT_LENGTH, "")
+            if not (size.isdigit() and int(size) <= MOST_JUDGED_BYTES):
+                return None
+            await self._client.whole_within(replica_id, upstream, MOST_JUDGED_BYTES)
+            found = error_of_body(upstream.peek())
+        elif not await self._has_begun(replica_id, upstream):
+            return None
+        else:
+            found = error_of_events(upstream.peek())
+        return None if found is None or found.is_callers or found.is_abort else found
+
+    async def _has_begun(self, replica_id: str, upstream: Answer) -> bool:
+        """Wait for the first event that says something; return whether it came before the head must go on."""
+        seen_bytes = 0
+        try:
+            async with asyncio.timeout(HEAD_WAITS_S):
+                while seen_bytes <= MOST_JUDGED_BYTES:
+                    is_whole = await self._client.whole_within(replica_id, upstream, seen_bytes)
+                    begun = upstream.peek()
+                    if is_whole or says_something(begun):
+                        return True
+                    seen_bytes = len(begun)
+        except TimeoutError:
+            pass
+        return False
+
+    def waits(self, record: Record, lease: Lease, upstream: Answer, patience_s: float) -> bool:
         """Return whether a turn that its engine has no room for waits for room, there or elsewhere.
 
         It does if its client still waits, for `patience_s`, after the time for which the replica is granted nothing.
+        One that is refused inside an answer goes elsewhere, but does not wait for the same replica.
         """
-        if upstream.status not in FULL:
+        status = upstream.status
+        if _says_full(record) and self._replicas_of(lease.replica_id):
+            assert record.first_error is not None
+            status = int(record.first_error.code)
+        elif status not in FULL:
             return False
         after_s = _seconds(upstream.headers.get("Retry-After"))
-        for_s = self._replicas.breakers.pressed(lease.replica_id, after_s, upstream.status)
+        for_s = self._replicas.breakers.pressed(lease.replica_id, after_s, status)
         return for_s < patience_s
 
     def goes_elsewhere(self, record: Record, attempt: Attempt, lease: Lease, upstream: Answer, now_s: float) -> bool:
-        """Return whether a turn that was answered 5xx is tried on another replica; that counts against this one."""
-        if upstream.status < 500 or upstream.status in FULL:
+        """Return whether a turn that was answered 5xx, or so inside a 200, is tried on another replica.
+
+        That counts against this one.
+        """
+        if _says_full(record):
             return False
+        if record.first_error is not None:
+            why = f"an error inside its answer: {record.first_error.code}"
+        elif upstream.status < 500 or upstream.status in FULL:
+            return False
+        else:
+            why = f"it answered {upstream.status}"
         replica_id = lease.replica_id
-        self._blame(record, replica_id, f"it answered {upstream.status}")
+        self._blame(record, replica_id, why)
         if replica_id in (record.chosen_id, record.maker_id) or record.turn.is_unknown:
             return False
         states = self._replicas_of(replica_id)
         if not any(each not in record.failed_ids for each in states):
             return False
-        log.warning("engine_failed_turn", program_id=lease.program_id, replica_id=replica_id, status=upstream.status)
+        log.warning("engine_failed_turn", program_id=lease.program_id, replica_id=replica_id, why=why)
         return self._has_tries(record, attempt, replica_id, now_s)
 
     def _replicas_of(self, replica_id: str) -> list[str]:
@@ -217,16 +289,14 @@ class Forwarding:
         ]
 
     def _blame(self, record: Record, replica_id: str, why: str) -> None:
-        """Count a 5xx against its replica, unless the turn fails elsewhere, too: it may be the turn's own fault."""
+        """Count a failed turn against its replica, unless it fails elsewhere, too: it may be the turn's own fault."""
         breakers, failed_ids = self._replicas.breakers, record.failed_ids
         if replica_id in failed_ids:
-            breakers.left(replica_id, record.probe)
             return
         if not failed_ids:
             breakers.failed(replica_id, why)
         elif len(failed_ids) == 1:
             breakers.excuse(failed_ids[0])
-            breakers.left(replica_id, record.probe)
         record.failed_ids = (*failed_ids, replica_id)
 
     def answered(self, record: Record, replica_id: str) -> None:
@@ -234,8 +304,8 @@ class Forwarding:
         breakers = self._replicas.breakers
         if len(record.failed_ids) > 1:
             for failed_id in record.failed_ids:
-                breakers.failed(failed_id, "it answered 5xx where another replica did not")
-        breakers.succeeded(replica_id)
+                breakers.failed(failed_id, "it failed a turn that another replica did not")
+        breakers.succeeded(replica_id, record.turn.program_id, record.probe)
 
     def verdict_of_error(self, record: Record, lease: Lease) -> str:
         """Return whose fault an error inside an answer is; aborts are the trainer's if it aborted what ran there."""
@@ -247,7 +317,9 @@ class Forwarding:
         return "aborted_by_trainer" if is_trainers else "infrastructure_failed"
 
     def erred(self, record: Record, replica_id: str, why: str) -> None:
-        """Note an error inside an answer."""
+        """Note an error inside an answer, unless it began with it."""
+        if record.first_error is not None:
+            return
         self._replicas.breakers.erred(replica_id, record.turn.program_id, why)
 
     async def may_retry(
@@ -269,7 +341,7 @@ class Forwarding:
             return False
         if isinstance(error, ReplicaLostError) and patience_s > 0:
             return True
-        if self._has_tries(record, attempt, error.replica_id, now_s):
+        if not record.had_head and self._has_tries(record, attempt, error.replica_id, now_s):
             return True
         if record.lost_count >= MOST_LOST_COUNT or not await self._is_lost(error.replica_id):
             return False
@@ -299,6 +371,8 @@ class Forwarding:
     def failed(self, lease: OpenLease, error: ReplicaError) -> None:
         """Return a lease that its replica failed, and have that replica polled."""
         lease.failed(error.code)
+        if isinstance(error, ReplicaTrippedError):
+            return  # it was not sent, and its replica is known to fail
         log.warning(
             "replica_failed_turn",
             program_id=lease.granted.program_id,
@@ -306,13 +380,17 @@ class Forwarding:
             why=str(error),
             request_id=REQUEST_ID.get(),
         )
-        if not isinstance(error, ReplicaTrippedError):
-            look_at(self._watcher, error)
+        look_at(self._watcher, error)
 
     def left(self, record: Record, lease: Lease, named: NamedTurn, authorization: str | None) -> None:
         """Abort on an engine what nobody waits for any more, if the turn has an id of its own there."""
         if named.engine_request_id and record.outcome not in ("finished", "refused", "errored"):
             self._replicas.abort_turn(lease.replica_id, named.engine_request_id, authorization)
+
+
+def _says_full(record: Record) -> bool:
+    """Return whether an answer began with the error that its engine has no room."""
+    return record.first_error is not None and record.first_error.code in _FULL_CODES
 
 
 def _seconds(text: str | None) -> float | None:

@@ -9,12 +9,13 @@ from datetime import UTC, datetime
 
 from thunderagent.leases import FAIL_OPEN, TurnAsk
 from thunderagent.log_lines import TurnLine
+from thunderagent.programs.model.records.limits import least_of
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.reading.answer_errors import AnswerError
 from thunderagent.proxy.reading.answers import Completions
 from thunderagent.proxy.reading.dialects import NO_USAGE, Dialect
 from thunderagent.proxy.reading.identity import TurnRequest
-from thunderagent.proxy.reading.inference import Chain, Prompt
+from thunderagent.proxy.reading.inference import Chain, Key, Prompt
 from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.turns.aborts import is_abortable
 from thunderagent.proxy.turns.attempts import Attempt
@@ -30,6 +31,8 @@ class Record:
     held_stream: HeldStream | None = None
     """What a held stream sends; its head may have been sent."""
     chain: Chain | None = None
+    prompt_key: Key | None = None
+    """The key of its prompt, if the program was inferred from that."""
     tenancy: Tenancy | None = None
     """Decides what it may touch; None if it may touch everything."""
     completions: Completions | None = None
@@ -49,13 +52,17 @@ class Record:
     held_s = 0.0
     error: AnswerError | None = None
     """What the engine reported inside an answer with status 200."""
+    first_error: AnswerError | None = None
+    """What its answer began with, if that is an error of the engine's own."""
+    had_head = False
+    """Whether its engine had begun an answer that broke off: only one that went down may have it begun again."""
     tries_count = 0
     unsent_count = 0
     """How many of the tries did not run: they were not sent, or refused for want of room."""
     lost_count = 0
     """How many of its replicas went down with it, beyond its tries."""
     failed_ids: tuple[str, ...] = ()
-    """Replicas that answered it 5xx."""
+    """Replicas that answered it 5xx, or began an answer with an error."""
     probe: asyncio.Future[bool] | None = None
     tool = ""
 
@@ -84,6 +91,7 @@ class Record:
         """The only replica that it may run on."""
         if prompt is not None:
             self.chain, self.completions = prompt.chain(), Completions(dialect)
+            self.prompt_key = self.chain.key()
 
     def failed(self, cause: str) -> None:
         """Note that its replica failed it after its answer had begun."""
@@ -150,6 +158,9 @@ def ask_for(
     Its client gives up at `deadline_s`. An anonymous turn that names its program runs beside that, at `home_id`.
     """
     turn = record.turn
+    limits = attempt.patience.limits
+    if record.tenancy is not None and turn.program_id is not None:
+        limits = least_of(record.tenancy.program_limits, limits)
     waited = record.tries_count or attempt.patience.retry_count
     return TurnAsk(
         turn_id=attempt.turn_id,
@@ -174,4 +185,5 @@ def ask_for(
         model=record.model,
         hint=attempt.patience.hint or turn.hint,
         engine_request_id=turn.engine_request_id,
+        limits=limits,
     )

@@ -14,7 +14,7 @@ from functools import partial
 from time import monotonic
 from typing import Final
 
-from multidict import CIMultiDict, istr
+from multidict import CIMultiDict
 
 from thunderagent.errors import ReplicaAnswerTooLargeError, ReplicaError
 from thunderagent.leases.open_lease import OpenLease
@@ -32,10 +32,8 @@ from thunderagent.proxy.watch.turn_metrics import TurnMetrics
 from thunderagent.proxy.wire.exchange import OTHERS_FIRST, Channel, Exchange, Wait, done
 from thunderagent.proxy.wire.headers import forwarded_response_headers, lead_back
 from thunderagent.proxy.wire.http11.answers import Answer
-from thunderagent.proxy.wire.http11.heads import CHANGES_PROTOCOL
+from thunderagent.proxy.wire.http11.heads import CHANGES_PROTOCOL, CONTENT_ENCODING
 from thunderagent.proxy.wire.websockets import Counted, Websockets
-
-CONTENT_ENCODING: Final = istr("Content-Encoding")
 
 MOST_WHOLE_BYTES: Final = 64 * 2**20
 """A larger answer is not buffered, and not read."""
@@ -87,7 +85,7 @@ class Relay:
         if streams and not (exchange.begun and upstream.status >= 400):
             await self._stream(exchange, record, lease, upstream, headers)
             return
-        if not upstream.is_whole and not await self._read(exchange, lease, upstream):
+        if not upstream.is_whole and not await self._read(exchange, record, lease, upstream):
             if exchange.begun:
                 raise self._too_large(lease)
             await self._pass_on(exchange, record, lease, upstream, headers)
@@ -110,12 +108,13 @@ class Relay:
         if wait is not None:
             await wait
 
-    async def _read(self, exchange: Exchange, lease: OpenLease, upstream: Answer) -> bool:
+    async def _read(self, exchange: Exchange, record: Record, lease: OpenLease, upstream: Answer) -> bool:
         """Read an answer to its end; return whether it is complete, as one that is sent as an event must be."""
         max_bytes = MOST_EVENT_BYTES if exchange.begun else MOST_WHOLE_BYTES
         try:
             return await self._client.whole_within(lease.granted.replica_id, upstream, max_bytes)
         except ReplicaError as error:
+            record.failed(error.code)
             self._forwarding.failed(lease, error)
             raise
 
@@ -149,7 +148,7 @@ class Relay:
             encoding = upstream.headers.get(CONTENT_ENCODING)
             if record.completions is not None:
                 record.completions.read_answer(body, encoding)
-            keep_id = self.keep_id(lease.granted.replica_id)
+            keep_id = self.keep_id(record, lease.granted.replica_id)
             record.usage, record.tool = read_answer(record.dialect, body, encoding, keep_id)
             record.error = error_of_body(body if encoding is None else decoded(body, encoding) or b"")
 
@@ -206,9 +205,9 @@ class Relay:
         else:
             self._end_lease(record, lease)
 
-    def keep_id(self, replica_id: str) -> KeepId:
-        """Return a function that records which answers a replica made."""
-        return partial(self._made.keep, replica_id=replica_id)
+    def keep_id(self, record: Record, replica_id: str) -> KeepId:
+        """Return a function that records which answers a replica made for a turn."""
+        return partial(self._made.keep, replica_id=replica_id, tenant=record.turn.tenant)
 
     def remember(self, record: Record) -> None:
         """Remember once how the next prompt of an inferred program begins."""
@@ -272,7 +271,7 @@ class _Streamed:
             take_out=record.turn.usage_added,
             content_encoding=encoding,
             listener=self.tool_calls.read if record.completions is None else self._listen,
-            reader=record.dialect.reader(relay.keep_id(lease.granted.replica_id)),
+            reader=record.dialect.reader(relay.keep_id(record, lease.granted.replica_id)),
         )
 
     def take(self, piece: bytes) -> Wait:

@@ -128,7 +128,7 @@ class SideCalls:
         """Send to one replica after the other until one answers; return its id, and the head of its answer."""
         headers = forwarded_request_headers(request.headers)
         self._tenancy.mend(headers)
-        maker_id = self._made.maker_of(target.engine_path)
+        maker_id = self._made.maker_of(target.engine_path, self._tenancy.own)
         replica_id = self._replicas.known_id(maker_id) or self._replicas.serving(program_id, model=model)
         failed_ids: list[str] = []
         while True:

@@ -43,6 +43,7 @@ from thunderagent.programs.model.fleet_events import (
     ResidencyReported,
     SandboxesMeasured,
     TierPolled,
+    TurnLimited,
     WorkPolled,
 )
 from thunderagent.programs.model.records.signals import GpuFirstToken, Signal
@@ -63,7 +64,7 @@ COALESCE_S = 0.05
 """A waiting listener gets everything that arrives within this time at once."""
 
 QUIET = frozenset(
-    {Tick, TurnDue, TurnProgressed, ModelAsked}
+    {Tick, TurnDue, TurnProgressed, ModelAsked, TurnLimited}
     | {ReplicaPolled, TierPolled, WorkPolled, EncodesPolled, ResidencyReported, SandboxesMeasured}
 )
 """Frequent events that say little; decisions on them are in the feed."""

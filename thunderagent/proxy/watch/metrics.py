@@ -173,6 +173,12 @@ class StateCollector:
                 "1 if a replica's capacity is unknown, so nothing is held there: alert on it.",
                 labels=["replica"],
             ),
+            "uncached": GaugeMetricFamily(
+                "thunderagent_prefix_caching_off",
+                "1 if a replica's prefix caching is off, so each turn computes its whole context again: alert on it; "
+                "absent for an engine that does not say it.",
+                labels=["replica"],
+            ),
             "draining": GaugeMetricFamily(
                 "thunderagent_replica_draining", "1 while the replica drains: it gets no new turns.", labels=["replica"]
             ),
@@ -224,6 +230,8 @@ class StateCollector:
             gauges["tripped"].add_metric([replica_id], int(replica.tripped))
             gauges["turns"].add_metric([replica_id], account.turn_count)
             gauges["unknown"].add_metric([replica_id], int(account.capacity_tokens is None))
+            if known.reading.uncached_ranks_count is not None:
+                gauges["uncached"].add_metric([replica_id], int(known.reading.uncached_ranks_count > 0))
             if account.capacity_tokens is not None:
                 gauges["capacity"].add_metric([replica_id], account.capacity_tokens)
                 gauges["limit"].add_metric([replica_id], account.limit_tokens)

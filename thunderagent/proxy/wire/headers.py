@@ -36,9 +36,6 @@ _REQUEST_DROPPED: Final = _HOP_BY_HOP | {istr("host"), istr("content-length"), i
 """Content-Length is computed again, because the body may have been spliced; Host names the replica."""
 
 
-_RESPONSE_DROPPED: Final = _HOP_BY_HOP | {istr("alt-svc"), istr("refresh")}
-"""The last two would lead a client to the engine, or elsewhere, without a redirect."""
-
 # The program of a request, where it ran, how long it was held.
 PROGRAM_ID_HEADER: Final = istr("X-Program-ID")
 SOURCE_HEADER: Final = istr("X-Program-ID-Source")
@@ -46,6 +43,12 @@ REPLICA_HEADER: Final = istr("X-Replica-ID")
 HOLD_HEADER: Final = istr("X-Hold-Ms")
 FAIL_OPEN_HEADER: Final = istr("X-ThunderAgent-Fail-Open")
 """Set for a turn that ran without a scheduler's permission."""
+
+_OURS: Final = frozenset({PROGRAM_ID_HEADER, SOURCE_HEADER, REPLICA_HEADER, HOLD_HEADER, FAIL_OPEN_HEADER})
+"""Only the proxy says these; an engine that does is not believed."""
+
+_RESPONSE_DROPPED: Final = _HOP_BY_HOP | {istr("alt-svc"), istr("refresh")} | _OURS
+"""`Alt-Svc` and `Refresh` would lead a client to the engine, or elsewhere, without a redirect."""
 
 _PORTS: Final = {"http": 80, "https": 443}
 
@@ -81,6 +84,11 @@ def forwarded_response_headers(
         else:
             del kept[_CONTENT_LENGTH]
     return kept
+
+
+def relayed_response_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
+    """Return the end-to-end headers of an answer of another process of ours, with what only the proxy says."""
+    return _without(headers, _RESPONSE_DROPPED - _OURS)
 
 
 def lead_back(headers: CIMultiDict[str], base_url: str, replica_id: str, target: Target) -> None:

@@ -40,7 +40,7 @@ from thunderagent.proxy.watch.metrics import carried, exposition
 from thunderagent.proxy.watch.open_files import OpenFiles
 from thunderagent.proxy.watch.turn_metrics import LoopLag, TurnMetrics
 from thunderagent.proxy.wire.aiohttp_request import STALL_LIMIT_S, target_of
-from thunderagent.proxy.wire.headers import forwarded_request_headers, forwarded_response_headers
+from thunderagent.proxy.wire.headers import forwarded_request_headers, relayed_response_headers
 from thunderagent.proxy.wire.websockets import Websockets
 from thunderagent.scale import messages
 from thunderagent.scale.gateway.remote import RemoteRuntime
@@ -165,7 +165,7 @@ class Scheduler:
         try:
             async with asyncio.timeout(self._answer_limit_s if asks else None) as limit, asking as answer:
                 limit.reschedule(None)
-                kept = forwarded_response_headers(answer.headers, keep_length=True)
+                kept = relayed_response_headers(answer.headers)
                 response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=kept)
                 await response.prepare(request)
                 async for chunk in answer.content.iter_any():

@@ -25,6 +25,8 @@ class RemoteFleet:
         """Called first with replicas that changed, those that are gone, and those that a whole list does not name."""
         self.tripped_ids: set[str] = set()
         """Replicas that fail turn after turn, as seen from here."""
+        self.aborted_s: dict[str, float] = {}
+        """When the scheduler said last that a trainer aborted what ran on a replica."""
         self._now_s = clock
         self._models: dict[str, tuple[str, ...]] = {}
         self._observers: list[tuple[Observer, frozenset[type]]] = []
@@ -46,8 +48,12 @@ class RemoteFleet:
         self.replicas.names_models, self.replicas.has_pools = message.names_models, message.has_pools
         for each in message.changed:
             self._models[each.state.replica_id] = each.models
+            before = self.replicas.get(each.state.replica_id)
+            if before is not None and each.state.aborts_count > before.aborts_count:
+                self.aborted_s[each.state.replica_id] = self._now_s()
         for replica_id in removed_ids:
             self._models.pop(replica_id, None)
+            self.aborted_s.pop(replica_id, None)
         self.tripped_ids.difference_update(removed_ids)
         self.tripped_ids.difference_update(each.state.replica_id for each in message.changed if not each.state.is_up)
         self.replicas.push((each.state for each in message.changed), removed_ids)

@@ -86,7 +86,7 @@ class RemoteRuntime:
         self.now_s = clock
         self.on_polls: Callable[[PollShare | Look | None], None] = lambda _word: None
         """Called with what this gateway is to poll; None: nothing, because there is no link."""
-        self.on_revoke: Callable[[str, int], None] = lambda _program_id, _turn_id: None
+        self.on_revoke: Callable[[str, int, str], object] = lambda _program_id, _turn_id, _code: None
         """Called with a program's turn that must end here, because it was retried elsewhere."""
         self.polls_count: Callable[[], int] = lambda: 0
         """Returns how many engines are polled from here."""
@@ -252,7 +252,7 @@ class RemoteRuntime:
             case Replicas():
                 self.fleet.take(message)
             case Revoke():
-                self.on_revoke(message.program_id, message.turn_id)
+                self.on_revoke(message.program_id, message.turn_id, message.code)
             case Gone():
                 self._program_gone(message.program_id)
             case PollShare() | Look():
@@ -293,9 +293,9 @@ class RemoteRuntime:
         """Return how many turns have leases on a replica, from here."""
         return self._counts[replica_id]
 
-    def aborted_ago_s(self, replica_id: str) -> float:  # noqa: ARG002 - the protocol's
-        """Return infinity: only the scheduler hears of aborts."""
-        return inf
+    def aborted_ago_s(self, replica_id: str) -> float:
+        """Return how long ago the scheduler said that a trainer aborted what runs on a replica; infinite if never."""
+        return self.now_s() - self.fleet.aborted_s.get(replica_id, -inf)
 
     def release(self, program_id: str, generation: int | None = None, outcome: str = "") -> bool:
         """Ask the scheduler to end a program; return False if this gateway carried no turn of it."""
@@ -319,6 +319,9 @@ class RemoteRuntime:
         """Tell the scheduler that a replica fails turn after turn, or may be tried again."""
         (self.fleet.tripped_ids.add if tripped else self.fleet.tripped_ids.discard)(replica_id)
         self._seen(replica_id, "tripped" if tripped else "tried")
+
+    def replica_recovered(self, replica_id: str) -> None:
+        """Do nothing: for the scheduler it is no longer failing once no gateway counts it as tripped."""
 
     def suspect(self, replica_id: str) -> None:
         """Ask the scheduler to check a replica, because a request just failed there."""

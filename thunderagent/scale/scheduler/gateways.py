@@ -286,6 +286,13 @@ class Gateways:
             self._grants.tried_again(turn.own_id)
             self.say(gateway, Revoke(turn_id, program_id or ""))
 
+    def abort(self, own_id: int, program_id: str, code: str) -> bool:
+        """Tell the gateway of a turn of a program to end it with that error; return False if none carries it."""
+        of = self._by_own_id.get(own_id)
+        if of is not None:
+            self.say(of[0], Revoke(of[1], program_id, code))
+        return of is not None
+
     def _left(self, own_id: int) -> None:
         if not self._tried_again.left(own_id):
             self._grants.left(own_id)

@@ -146,6 +146,11 @@ class Granting:
         """Count it as replaced by the next attempt."""
         self._runtime.tried_again(turn_id)
 
+    def abort(self, program_id: str, code: str) -> int:
+        """Have gateways end the turns of a program that run, with that error; return how many."""
+        own_ids = [each for program in self._runtime.pools.incarnations(program_id) for each in program.in_flight]
+        return sum([self.gateways.abort(own_id, program_id, code) for own_id in own_ids])
+
     def released(self, word: Released) -> None:
         """End a program."""
         self._runtime.release(word.program_id, word.generation, word.outcome)
@@ -182,6 +187,8 @@ class Granting:
         """Tell the runtime."""
         if not self._is_closing:
             self._runtime.replica_tripped(replica_id, tripped=tripped)
+            if not tripped:
+                self._runtime.replica_recovered(replica_id)
 
 
 def _is_named(ask: TurnAsk) -> bool:

@@ -91,6 +91,7 @@ class Links:
         self.granting = Granting(runtime, watcher)
         self.gateways = self.granting.gateways = Gateways(self.granting, secrets.randbits(53), self._has_news)
         self._runtime = runtime
+        runtime.turn_aborters.append(self.granting.abort)
         self._replicas = replicas
         self._gateway_lost_s = gateway_lost_s
         self._links: dict[str, Link] = {}

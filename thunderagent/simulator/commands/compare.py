@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from decimal import Decimal
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from time import monotonic
@@ -29,6 +29,7 @@ from thunderagent.simulator.commands.simulate import add_scenario_arguments, loa
 from thunderagent.simulator.comparison.comparison import ComparisonProgress, compare, processes_that_fit
 from thunderagent.simulator.comparison.processes import interrupts_ignored
 from thunderagent.simulator.comparison.results import CAP_BEST, ComparisonPlan, ComparisonResult, Row
+from thunderagent.simulator.report.page import Making, write_report
 
 DESCRIPTION = """\
 Compare policies in the simulator: each at every load, with the same programs for each, on all cores.
@@ -36,6 +37,8 @@ Compare policies in the simulator: each at every load, with the same programs fo
 Every policy runs with the same seeds, so the ratio to the baseline is taken seed by seed. A folder gets a page with
 tables and plots (comparison.html), the figures as CSV, and all runs as JSON. The same options always give the same
 figures. Ctrl-C ends it: the runs that are done count, those under way do not.
+
+The page has plots if matplotlib is there: `pip install` with the extra `plots`.
 
 Policies are what `serve` and `simulate` take, with settings behind colons: cap:n=6, thunderagent:delta_s=1, presets
 as thunderagent-ports, oracle, package.module:Class. cap-best is cap with the n that is best at each load: it tries
@@ -64,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--policies",
         type=names,
-        default="passthrough,sticky,cap-best,thunderagent",
+        default="passthrough,sticky,cap-best,thunderagent,breakeven",
         metavar="P,P",
         help="policies to compare, each NAME or NAME:SETTING=VALUE:... (default: %(default)s)",
     )
@@ -104,8 +107,6 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ConfigurationError for impossible options, before anything runs. Ctrl-C ends the runs, but not the report.
     """
-    from thunderagent.simulator.report.page import Making, write_report  # noqa: PLC0415 - needs an extra
-
     plan = plan_from(args)
     processes_that_fit(plan)
     folder = _made_folder(args.out)
@@ -117,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
         paths, unwritten = [], ""
         if result.runs:
             try:
-                paths = write_report(folder, result, making)
+                paths = write_report(folder, result, _drawing(result), making)
             except OSError as error:
                 unwritten = f"cannot write the report in {folder}: {error.strerror}"
     if result.stopped_by:
@@ -203,11 +204,25 @@ def _made_folder(path: Path) -> Path:
     return path
 
 
+def _drawing(result: ComparisonResult) -> str:
+    """Return the page's drawing; none without matplotlib, and what to do for one."""
+    try:
+        from thunderagent.simulator.report.plots import draw  # noqa: PLC0415 - needs an extra
+    except ConfigurationError as error:
+        print(f"thunderagent: the page has tables and no plots: {error.message}", file=sys.stderr)
+        return ""
+    return draw(result)
+
+
 def _made(took_s: float) -> dict[str, str]:
     """Return when, where and with what the report was made."""
+    try:
+        drawn_with = version("matplotlib")
+    except PackageNotFoundError:
+        drawn_with = "none, so there are no plots"
     return {
         "python": platform.python_version(),
-        "matplotlib": version("matplotlib"),
+        "matplotlib": drawn_with,
         "machine": f"{platform.system()} on {platform.machine()}, {os.cpu_count()} cores",
         "date": datetime.now(UTC).isoformat(" ", "seconds"),
         "took": f"{took_s:.0f} s",

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+import math
 import time
 import uuid
+from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import msgspec
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from thunderagent.simulator.embedded.scripted import Call
     from thunderagent.simulator.engine.records import FinishedRequest
 
 Json: TypeAlias = dict[str, Any]
@@ -49,11 +55,28 @@ def models_body(model: str, *, created_s: int, context_limit_tokens: int) -> Jso
     return {"object": "list", "data": [entry]}
 
 
+def embeddings_body(model: str, texts: list[list[int]], *, dimensions: int, as_base64: bool) -> Json:
+    """Return a vector of length 1 for each text, the sum of its tokens' axes: texts that share words are near."""
+    entries = []
+    for index, token_ids in enumerate(texts):
+        counts = [0.0] * dimensions
+        for token in token_ids:
+            counts[token % dimensions] += 1.0
+        length = math.hypot(*counts)
+        vector = array("f", [count / length for count in counts])
+        value = base64.b64encode(vector.tobytes()).decode() if as_base64 else vector.tolist()
+        entries.append({"object": "embedding", "index": index, "embedding": value})
+    tokens = sum(map(len, texts))
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"object": "list", "data": entries, "model": model, "usage": usage}
+
+
 @dataclass(frozen=True, slots=True)
 class ChatForm:
     """Shape an answer as a chat completion."""
 
     model: str
+    calls: Sequence[Call] = ()
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -67,6 +90,9 @@ class ChatForm:
         if words and not is_first:
             text = " " + text
         finish = {"finish_reason": finish_reason} | ({"stop_reason": None} if finish_reason else {})
+        if finish_reason == "tool_calls":
+            calls = [{"index": index, **_chat_call(call)} for index, call in enumerate(self.calls)]
+            return self._chunk({"tool_calls": calls}, {**finish, "token_ids": None})
         return self._chunk({"content": text}, {**finish, "token_ids": None})
 
     def usage_chunk(self, usage: Json) -> Json:
@@ -75,7 +101,9 @@ class ChatForm:
 
     def whole(self, words: list[str], finish_reason: str, usage: Json) -> Json:
         """Return the answer in one piece."""
-        message: Json = {"role": "assistant", "content": " ".join(words), "refusal": None, "tool_calls": []}
+        calls = [_chat_call(call) for call in self.calls] if finish_reason == "tool_calls" else []
+        content = None if calls else " ".join(words)
+        message: Json = {"role": "assistant", "content": content, "refusal": None, "tool_calls": calls}
         choice = {
             "index": 0,
             "message": message,
@@ -91,6 +119,11 @@ class ChatForm:
     def _chunk(self, delta: Json, finish: Json) -> Json:
         choice = {"index": 0, "delta": delta, "logprobs": None, **finish}
         return {**self._head("chat.completion.chunk"), "choices": [choice]}
+
+
+def _chat_call(call: Call) -> Json:
+    function = {"name": call.name, "arguments": call.arguments_text}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True)

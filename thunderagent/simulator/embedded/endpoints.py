@@ -16,6 +16,7 @@ from thunderagent.simulator.embedded.answers import (
     EventForm,
     Form,
     Json,
+    embeddings_body,
     event_bytes,
     final_usage_of,
     models_body,
@@ -30,13 +31,15 @@ from thunderagent.simulator.embedded.requests import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    EmbeddingsBody,
     GenerationBody,
     StreamOptions,
     TokenizeBody,
     parse,
 )
 from thunderagent.simulator.embedded.responses_api import ResponsesBody, ResponsesForm, ResponseStore, Stored
-from thunderagent.simulator.embedded.tokens import Answer
+from thunderagent.simulator.embedded.scripted import scripted_answer
+from thunderagent.simulator.embedded.tokens import Answer, cut_at_stop
 from thunderagent.simulator.embedded.vllm_control import VllmControl
 from thunderagent.simulator.engine.realtime import Generation
 from thunderagent.simulator.engine.records import FinishedRequest
@@ -45,6 +48,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 VERSION: Final = "0.32.0+simulated"  # of the dialect
+EMBEDDING_DIMENSIONS: Final = 64
+EMBEDDING_DIMENSIONS_LIMIT: Final = 4096
 ABORTED: Final = "abort"  # the finish reason
 
 
@@ -82,6 +87,7 @@ class EngineServer:
                 web.get("/health", self._health),
                 web.get("/version", self._version),
                 web.get("/metrics", self._metrics),
+                web.post("/v1/embeddings", self._embeddings),
                 web.post("/tokenize", self._tokenize),
                 web.post("/detokenize", self._detokenize),
                 *self._control.routes(),
@@ -96,18 +102,21 @@ class EngineServer:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = parse(await request.read(), ChatBody)
-        return await self._generate(request, body, ChatForm(self.config.model))
+        prompt, answer = self.composed(body, body.encode(self._tokenizer), body)
+        return await self._generate(request, body, ChatForm(self.config.model, answer.calls), prompt, answer)
 
     async def _completion(self, request: web.Request) -> web.StreamResponse:
         body = parse(await request.read(), CompletionBody)
-        return await self._generate(request, body, CompletionForm(self.config.model))
+        prompt, answer = self.composed(body, body.encode(self._tokenizer))
+        return await self._generate(request, body, CompletionForm(self.config.model), prompt, answer)
 
     async def _response(self, request: web.Request) -> web.StreamResponse:
         body = parse(await request.read(), ResponsesBody)
         history = self._responses.get(body.previous_response_id).chat if body.previous_response_id else []
         chat = body.chat_after(history)
         form = ResponsesForm(self.config.model, body, chat, self._responses)
-        prompt, answer = self.composed(body, body.encode(self._tokenizer, chat))
+        prompt, answer = self.composed(body, body.encode(self._tokenizer, chat), body.as_chat(chat))
+        form.calls = answer.calls
         if not body.background:
             return await self.answer_in_events(request, body, prompt, answer, form)
         if body.stream or not body.store:
@@ -136,7 +145,7 @@ class EngineServer:
             stored.response["status"] = "in_progress"
             await news.wait()
             token_ids, finish_reason, finished = _end_of(generation, answer)
-            form.whole(token_ids, self._tokenizer.spoken_words(token_ids), finish_reason, finished)
+            form.whole(token_ids, self._words(answer, 0, len(token_ids)), finish_reason, finished)
 
     async def _stored_response(self, request: web.Request) -> web.Response:
         return json_response(self._responses.get(request.match_info["response_id"]).response)
@@ -148,8 +157,9 @@ class EngineServer:
         body = parse(await request.read(), MessagesBody)
         if body.max_tokens is None:
             raise ApiError("max_tokens is required", param="max_tokens")
-        prompt, answer = self.composed(body, body.encode(self._tokenizer))
-        return await self.answer_in_events(request, body, prompt, answer, MessagesForm(self.config.model, len(prompt)))
+        prompt, answer = self.composed(body, body.encode(self._tokenizer), body.as_chat())
+        form = MessagesForm(self.config.model, len(prompt), answer.calls)
+        return await self.answer_in_events(request, body, prompt, answer, form)
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         body = parse(await request.read(), MessagesBody)
@@ -157,17 +167,26 @@ class EngineServer:
         tokens = len(body.encode(self._tokenizer))
         return json_response({"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}})
 
-    def composed(self, body: GenerationBody, prompt: list[int]) -> tuple[list[int], Answer]:
+    def composed(
+        self, body: GenerationBody, prompt: list[int], chat: ChatBody | None = None
+    ) -> tuple[list[int], Answer]:
         """Check a request, and return its prompt with its future answer."""
         engine_config = self.config.engine
         self._check_model(body.model)
         body.validate(allows_priority=engine_config.scheduling_policy == "priority")
+        limit_tokens = body.answer_limit_tokens(len(prompt), engine_config.context_limit_tokens)
+        if chat is not None and (chat.tools or chat.tool_choice or chat.response_format):
+            scripted = scripted_answer(chat, self._tokenizer, limit_tokens)
+            if scripted is not None:
+                return prompt, scripted
         answer = self._ranks[0].compose(
             prompt,
-            limit_tokens=body.answer_limit_tokens(len(prompt), engine_config.context_limit_tokens),
+            limit_tokens=limit_tokens,
             min_tokens=body.min_tokens,
             ignore_eos=body.ignore_eos,
         )
+        if stops := body.stops():
+            answer = cut_at_stop(answer, self._tokenizer.spoken_words(answer.token_ids), stops)
         return prompt, answer
 
     def _rank_of(self, request: web.Request) -> int:
@@ -189,14 +208,16 @@ class EngineServer:
         ) as generation:
             yield generation
 
-    async def _generate(self, request: web.Request, body: ChatBody | CompletionBody, form: Form) -> web.StreamResponse:
-        prompt, answer = self.composed(body, body.encode(self._tokenizer))
+    async def _generate(
+        self, request: web.Request, body: ChatBody | CompletionBody, form: Form, prompt: list[int], answer: Answer
+    ) -> web.StreamResponse:
         news = asyncio.Event()
         async with self._generation(body, prompt, answer, news, self._rank_of(request)) as generation:
             if body.stream:
-                return await self._stream(request, form, generation, news, body.stream_options or StreamOptions())
+                options = body.stream_options or StreamOptions()
+                return await self._stream(request, form, generation, news, options, answer)
             await news.wait()
-            words = self._tokenizer.spoken_words(answer.token_ids[: generation.generated_count])
+            words = self._words(answer, 0, generation.generated_count)
             finish_reason = ABORTED if generation.aborted else answer.finish_reason
             return json_response(form.whole(words, finish_reason, _usage_of(generation)))
 
@@ -205,12 +226,13 @@ class EngineServer:
     ) -> web.StreamResponse:
         """Answer in an API with its own events, streamed or whole."""
         news = asyncio.Event()
-        spoken = self._tokenizer.spoken_words
         async with self._generation(body, prompt, answer, news, self._rank_of(request)) as generation:
             if not body.stream:
                 await news.wait()
                 token_ids, finish_reason, finished = _end_of(generation, answer)
-                return json_response(form.whole(token_ids, spoken(token_ids), finish_reason, finished))
+                return json_response(
+                    form.whole(token_ids, self._words(answer, 0, len(token_ids)), finish_reason, finished)
+                )
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
             await response.prepare(request)
             await response.write(form.opening())
@@ -222,18 +244,25 @@ class EngineServer:
                 for position in range(sent_count, generation.generated_count):
                     token_ids = answer.token_ids[position : position + 1]
                     is_last = position == len(answer.token_ids) - 1
-                    pieces.append(form.piece(token_ids, spoken(token_ids), answer.finish_reason if is_last else None))
+                    words = self._words(answer, position, position + 1)
+                    pieces.append(form.piece(token_ids, words, answer.finish_reason if is_last else None))
                 sent_count = generation.generated_count
                 await response.write(b"".join(pieces))
             if generation.aborted:
                 await response.write(form.piece([], [], ABORTED))
             token_ids, finish_reason, finished = _end_of(generation, answer)
-            await response.write(form.closing(spoken(token_ids), finish_reason, finished))
+            await response.write(form.closing(self._words(answer, 0, len(token_ids)), finish_reason, finished))
             await response.write_eof()
             return response
 
     async def _stream(
-        self, request: web.Request, form: Form, generation: Generation, news: asyncio.Event, options: StreamOptions
+        self,
+        request: web.Request,
+        form: Form,
+        generation: Generation,
+        news: asyncio.Event,
+        options: StreamOptions,
+        answer: Answer,
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
@@ -243,7 +272,7 @@ class EngineServer:
             news.clear()
             chunks = form.first_chunks() if sent_count == 0 else []
             for position in range(sent_count, generation.generated_count):
-                chunks.append(self._chunk(form, generation, position))
+                chunks.append(self._chunk(form, generation, position, answer))
                 if options.continuous_usage_stats and options.include_usage:
                     chunks[-1]["usage"] = usage_of(len(generation.request.prompt_token_ids), position + 1)
             sent_count = generation.generated_count
@@ -256,10 +285,16 @@ class EngineServer:
         await response.write_eof()
         return response
 
-    def _chunk(self, form: Form, generation: Generation, position: int) -> Json:
+    def _words(self, answer: Answer, start: int, end: int) -> list[str]:
+        """Return what the client reads of these tokens of an answer."""
+        if answer.words is None:
+            return self._tokenizer.spoken_words(answer.token_ids[start:end])
+        return answer.words[start:end]
+
+    def _chunk(self, form: Form, generation: Generation, position: int, answer: Answer) -> Json:
         output = generation.request.output_token_ids
         is_last = position == len(output) - 1
-        words = self._tokenizer.spoken_words(output[position : position + 1])
+        words = self._words(answer, position, position + 1)
         return form.chunk(words, is_first=position == 0, finish_reason=generation.finish_reason if is_last else None)
 
     def _check_model(self, model: str | None) -> None:
@@ -280,6 +315,16 @@ class EngineServer:
 
     async def _metrics(self, _request: web.Request) -> web.Response:
         return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _embeddings(self, request: web.Request) -> web.Response:
+        body = parse(await request.read(), EmbeddingsBody)
+        self._check_model(body.model)
+        dimensions = EMBEDDING_DIMENSIONS if body.dimensions is None else body.dimensions
+        if not 1 <= dimensions <= EMBEDDING_DIMENSIONS_LIMIT:
+            raise ApiError(f"dimensions must be 1 to {EMBEDDING_DIMENSIONS_LIMIT}.", param="dimensions")
+        texts = body.encode(self._tokenizer)
+        as_base64 = body.encoding_format == "base64"
+        return json_response(embeddings_body(self.config.model, texts, dimensions=dimensions, as_base64=as_base64))
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = parse(await request.read(), TokenizeBody)

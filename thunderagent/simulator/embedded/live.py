@@ -34,6 +34,8 @@ def answering_errors(say: Callable[[str, ApiError], object], kind_of: Callable[[
             return await handler(request)
         except ApiError as error:
             refusal = error
+        except RecursionError:
+            refusal = ApiError("The request is nested too deeply.")
         except web.HTTPException as error:
             refusal = ApiError(error.reason, status=error.status, kind=kind_of(error))
         return json_response(say(request.path, refusal), status=refusal.status)

@@ -13,13 +13,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from thunderagent.simulator.embedded.answers import Json
-from thunderagent.simulator.embedded.requests import ApiError, GenerationBody, json_text
+from thunderagent.simulator.embedded.requests import ApiError, ChatBody, GenerationBody, Message, json_text
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from thunderagent.simulator.embedded.scripted import Call
     from thunderagent.simulator.embedded.tokens import WordTokenizer
     from thunderagent.simulator.engine.records import FinishedRequest
 
-_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class AnthropicMessage(msgspec.Struct):
@@ -35,6 +39,33 @@ class MessagesBody(GenerationBody, kw_only=True):
     messages: list[AnthropicMessage]
     system: str | list[Json] | None = None
     tools: list[Json] | None = None
+    tool_choice: Json | None = None
+    stop_sequences: list[str] | None = None
+
+    def stops(self) -> list[str]:
+        """Return the texts at which the answer ends."""
+        return self.stop_sequences or []
+
+    def as_chat(self) -> ChatBody | None:
+        """Return what decides about calls, as a chat; None without tools. Raises ApiError for an unknown choice."""
+        if not self.tools:
+            return None
+        chosen = self.tool_choice or {"type": "auto"}
+        kind = chosen.get("type")
+        choice: str | Json | None = _CHOICES.get(kind) if isinstance(kind, str) else None
+        if kind == "tool":
+            choice = {"function": {"name": chosen.get("name")}}
+        if choice is None:
+            raise ApiError(f"tool_choice must be auto, any, tool or none, got {chosen!r}.", param="tool_choice")
+        own = [tool for tool in self.tools if "input_schema" in tool]  # the rest are the API's server tools
+        return ChatBody(
+            messages=[_as_chat(message) for message in self.messages],
+            tools=[
+                {"type": "function", "function": {"name": tool.get("name"), "parameters": tool["input_schema"]}}
+                for tool in own
+            ],
+            tool_choice=choice,
+        )
 
     def encode(self, tokenizer: WordTokenizer) -> list[int]:
         """Return the prompt's tokens; ApiError for a block that is no text."""
@@ -43,12 +74,18 @@ class MessagesBody(GenerationBody, kw_only=True):
         return tokenizer.encode_chat(chat, tools=json_text(self.tools) if self.tools else "")
 
 
+def _as_chat(message: AnthropicMessage) -> Message:
+    kinds = [] if isinstance(message.content, str) else [block.get("type") for block in message.content]
+    calls: list[Json] = [{} for kind in kinds if kind == "tool_use"]
+    return Message("tool" if "tool_result" in kinds else message.role, tool_calls=calls)
+
+
 def _text(content: str | list[Json]) -> str:
     return content if isinstance(content, str) else " ".join(map(_block_text, content))
 
 
-def _block_text(block: Json) -> str:
-    kind = block.get("type")
+def _block_text(block: Any) -> str:
+    kind = block.get("type") if isinstance(block, dict) else type(block).__name__  # a tool's result may be anything
     if kind == "text" and isinstance(block.get("text"), str):
         return str(block["text"])
     if kind == "tool_use":
@@ -56,7 +93,7 @@ def _block_text(block: Json) -> str:
     if kind == "tool_result":
         result = block.get("content") or ""
         return _text(result) if isinstance(result, str | list) else json_text(result)
-    if kind in {"thinking", "redacted_thinking"}:
+    if kind in ("thinking", "redacted_thinking"):
         return ""
     raise ApiError(f"This model reads text only, got a block of type {kind!r}.", param="messages")
 
@@ -72,10 +109,11 @@ def _event(body: Json) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class MessagesForm:
-    """Shape an answer as a message with one block of text."""
+    """Shape an answer as a message with one block of text, or a block for each call."""
 
     model: str
     prompt_tokens: int
+    calls: Sequence[Call] = ()
     id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
     _said: list[str] = field(default_factory=list)
 
@@ -83,9 +121,10 @@ class MessagesForm:
         """Return what a stream begins with."""
         usage = {"input_tokens": self.prompt_tokens, "output_tokens": 0}
         block = {"type": "text", "text": ""}
-        return _event({"type": "message_start", "message": self._message([], None, usage)}) + _event(
-            {"type": "content_block_start", "index": 0, "content_block": block}
-        )
+        start = _event({"type": "message_start", "message": self._message([], None, usage)})
+        if self.calls:
+            return start
+        return start + _event({"type": "content_block_start", "index": 0, "content_block": block})
 
     def piece(self, token_ids: list[int], words: list[str], finish_reason: str | None) -> bytes:  # noqa: ARG002 - the seam
         """Return the event for these words; none if they are none."""
@@ -102,7 +141,8 @@ class MessagesForm:
         usage = _usage(finished)
         return b"".join(
             (
-                _event({"type": "content_block_stop", "index": 0}),
+                *(self._call_events() if finish_reason == "tool_calls" else ()),
+                *(() if self.calls else (_event({"type": "content_block_stop", "index": 0}),)),
                 _event({"type": "message_delta", "delta": delta, "usage": usage}),
                 _event({"type": "message_stop"}),
             )
@@ -110,12 +150,29 @@ class MessagesForm:
 
     def whole(self, token_ids: list[int], words: list[str], finish_reason: str, finished: FinishedRequest) -> Json:  # noqa: ARG002 - the seam
         """Return the answer in one piece."""
-        content = [{"type": "text", "text": " ".join(words)}]
+        content: list[Json] = [{"type": "text", "text": " ".join(words)}]
+        if finish_reason == "tool_calls":
+            content = [{**_block(call), "input": call.arguments} for call in self.calls]
         return self._message(content, _STOP_REASONS.get(finish_reason), _usage(finished))
+
+    def _call_events(self) -> list[bytes]:
+        events: list[Json] = []
+        for index, call in enumerate(self.calls):
+            delta = {"type": "input_json_delta", "partial_json": call.arguments_text}
+            events += [
+                {"type": "content_block_start", "index": index, "content_block": _block(call)},
+                {"type": "content_block_delta", "index": index, "delta": delta},
+                {"type": "content_block_stop", "index": index},
+            ]
+        return [_event(event) for event in events]
 
     def _message(self, content: list[Json], stop_reason: str | None, usage: Json) -> Json:
         head: dict[str, Any] = {"id": self.id, "type": "message", "role": "assistant", "content": content}
         return {**head, "model": self.model, "stop_reason": stop_reason, "stop_sequence": None, "usage": usage}
+
+
+def _block(call: Call) -> Json:
+    return {"type": "tool_use", "id": call.id.replace("call_", "toolu_"), "name": call.name, "input": {}}
 
 
 def _usage(finished: FinishedRequest) -> Json:

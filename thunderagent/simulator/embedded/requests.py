@@ -39,7 +39,7 @@ def parse(data: bytes, kind: type[_Body]) -> _Body:
     """Return the body of a request; ApiError for invalid JSON, and for JSON of another shape."""
     try:
         return msgspec.json.decode(data, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ApiError(f"The request body is not valid: {error}", kind="Bad Request") from error
 
 
@@ -77,6 +77,11 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     n: int | None = 1
     priority: int = 0
+    stop: str | list[str] | None = None
+
+    def stops(self) -> list[str]:
+        """Return the texts at which the answer ends."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     def validate(self, *, allows_priority: bool) -> None:
         """Raise ApiError for what vLLM refuses, or this engine cannot do."""
@@ -122,6 +127,9 @@ class ChatBody(GenerationBody, kw_only=True):
     tools: list[Json] | None = None
     max_completion_tokens: int | None = None
     add_generation_prompt: bool = True
+    tool_choice: str | Json | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: Json | None = None
 
     @property
     def limit_tokens(self) -> int | None:
@@ -149,6 +157,27 @@ class CompletionBody(GenerationBody, kw_only=True):
         if all(type(token) is int and token >= 0 for token in prompt):
             return prompt
         raise ApiError("prompt must be one text or one list of token ids: several are not supported.", param="prompt")
+
+
+class EmbeddingsBody(msgspec.Struct):
+    """The body of POST /v1/embeddings: a text or its tokens, or several."""
+
+    input: str | list[str | int | list[int]]
+    model: str | None = None
+    encoding_format: str | None = "float"
+    dimensions: int | None = None
+
+    def encode(self, tokenizer: WordTokenizer) -> list[list[int]]:
+        """Return the tokens of each text; ApiError if there is none."""
+        given: Any = self.input
+        is_one = isinstance(given, str) or (bool(given) and all(isinstance(token, int) for token in given))
+        texts = [given] if is_one else given
+        if any(isinstance(text, int) for text in texts):
+            raise ApiError("The input must be texts, or tokens, not both.", param="input")
+        encoded = [tokenizer.encode(text) if isinstance(text, str) else text for text in texts]
+        if not encoded or not all(encoded):
+            raise ApiError("The input cannot be empty.", param="input")
+        return encoded
 
 
 class TokenizeBody(msgspec.Struct):

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 
 from thunderagent.simulator.embedded.answers import Json
-from thunderagent.simulator.embedded.requests import ApiError, GenerationBody, json_text
+from thunderagent.simulator.embedded.requests import ApiError, ChatBody, GenerationBody, Message, json_text
 
 if TYPE_CHECKING:
+    from thunderagent.simulator.embedded.scripted import Call
     from thunderagent.simulator.embedded.tokens import WordTokenizer
     from thunderagent.simulator.engine.records import FinishedRequest
 
@@ -33,6 +34,9 @@ class ResponsesBody(GenerationBody, kw_only=True):
     instructions: str | None = None
     max_output_tokens: int | None = None
     tools: list[Json] | None = None
+    tool_choice: str | Json | None = None
+    parallel_tool_calls: bool | None = None
+    text: Json | None = None
     metadata: Any = None
     store: bool | None = True
     background: bool | None = False
@@ -49,6 +53,21 @@ class ResponsesBody(GenerationBody, kw_only=True):
             return [*history, ("user", self.input)]
         return [*history, *map(_said, self.input)]
 
+    def as_chat(self, chat: Chat) -> ChatBody | None:
+        """Return what decides about calls and JSON, as a chat; None without tools, choice and format."""
+        if not (self.tools or self.tool_choice or self.text):
+            return None
+        own = [tool for tool in self.tools or [] if tool.get("type") == "function"]  # the rest run in the API's server
+        choice = self.tool_choice
+        form = (self.text or {}).get("format")
+        return ChatBody(
+            messages=[Message(role, tool_calls=[{}] if role == "tool" else None) for role, _ in chat],
+            tools=[{"type": "function", "function": tool} for tool in own],
+            tool_choice={"function": choice} if isinstance(choice, dict) else choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+            response_format={**form, "json_schema": form} if isinstance(form, dict) else None,
+        )
+
     def encode(self, tokenizer: WordTokenizer, chat: Chat) -> list[int]:
         """Return the prompt's tokens."""
         instructions = [("system", self.instructions)] if self.instructions else []
@@ -58,10 +77,14 @@ class ResponsesBody(GenerationBody, kw_only=True):
 def _said(item: Json) -> tuple[str, str]:
     """Return speaker and text of one item of the input."""
     kind = item.get("type", "message")
+    if not isinstance(kind, str):
+        raise ApiError("The type of an item must be a text.", param="input")
     if kind == "message":
         content = item.get("content", "")
         parts = [{"text": content}] if isinstance(content, str) else content
-        if isinstance(parts, list) and all(isinstance(part.get("text"), str) for part in parts):
+        if isinstance(parts, list) and all(
+            isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts
+        ):
             return str(item.get("role", "user")), " ".join(part["text"] for part in parts)
     elif kind.endswith("_call_output"):
         output = item.get("output", "")
@@ -115,7 +138,7 @@ class ResponseStore:
 
 @dataclass(slots=True)
 class ResponsesForm:
-    """Shape an answer as a response with one message."""
+    """Shape an answer as a response with one message, or an item for each call."""
 
     model: str
     body: ResponsesBody
@@ -124,6 +147,7 @@ class ResponsesForm:
     id: str = field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
     item_id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
     created_s: int = field(default_factory=lambda: int(time.time()))
+    calls: Sequence[Call] = ()
     _events_count: int = 0
     _said_count: int = 0
 
@@ -132,10 +156,11 @@ class ResponsesForm:
         begun = self.response("in_progress")
         place: Json = {"output_index": 0, "item_id": self.item_id, "content_index": 0}
         item = self._item([], "in_progress")
-        return b"".join(
+        start = self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+        if self.calls:
+            return start
+        return start + b"".join(
             (
-                self._event("response.created", response=begun),
-                self._event("response.in_progress", response=begun),
                 self._event("response.output_item.added", output_index=0, item=item),
                 self._event("response.content_part.added", **place, part=_part("")),
             )
@@ -153,6 +178,8 @@ class ResponsesForm:
     def closing(self, words: list[str], finish_reason: str, finished: FinishedRequest) -> bytes:
         """Return what a stream ends with."""
         response = self.whole([], words, finish_reason, finished)
+        if self.calls:
+            return self._call_events(response["output"]) + self._event("response.completed", response=response)
         text = " ".join(words)
         place: Json = {"output_index": 0, "item_id": self.item_id, "content_index": 0}
         return b"".join(
@@ -166,12 +193,32 @@ class ResponsesForm:
 
     def whole(self, token_ids: list[int], words: list[str], finish_reason: str, finished: FinishedRequest) -> Json:  # noqa: ARG002 - the seam
         """Return the answer in one piece, and store it if the client wants that."""
-        status = "completed" if finish_reason == "stop" else "incomplete"
-        text = " ".join(words)
-        response = self.response(status, [self._item([_part(text)], "completed")], _usage(finished))
+        status = "completed" if finish_reason in {"stop", "tool_calls"} else "incomplete"
+        if finish_reason == "tool_calls":
+            output = [_call_item(call) for call in self.calls]
+            said = [_said(item) for item in output]
+        else:
+            text = " ".join(words)
+            output, said = [self._item([_part(text)], "completed")], [("assistant", text)]
+            output = [] if self.calls else output  # an aborted call says nothing
+        response = self.response(status, output, _usage(finished))
         if self.body.store:
-            self.store.put(Stored(response, [*self.chat, ("assistant", text)]))
+            self.store.put(Stored(response, [*self.chat, *said]))
         return response
+
+    def _call_events(self, items: list[Json]) -> bytes:
+        events = []
+        for index, item in enumerate(items):
+            place: Json = {"output_index": index, "item_id": item["id"]}
+            begun = {**item, "arguments": "", "status": "in_progress"}
+            said: Json = {"arguments": item["arguments"], "name": item["name"]}
+            events += [
+                self._event("response.output_item.added", output_index=index, item=begun),
+                self._event("response.function_call_arguments.delta", **place, delta=item["arguments"]),
+                self._event("response.function_call_arguments.done", **place, **said),
+                self._event("response.output_item.done", output_index=index, item=item),
+            ]
+        return b"".join(events)
 
     def response(self, status: str, output: Sequence[Json] = (), usage: Json | None = None) -> Json:
         """Return the response in its current state."""
@@ -189,12 +236,12 @@ class ResponsesForm:
             "metadata": body.metadata,
             "model": self.model,
             "output": list(output),
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "service_tier": "auto",
             "temperature": 1.0,
             "text": None,
-            "tool_choice": "auto",
+            "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
             "top_p": 1.0,
             "truncation": "disabled",
@@ -209,6 +256,11 @@ class ResponsesForm:
         body = {"type": kind, "sequence_number": self._events_count, **fields}
         self._events_count += 1
         return b"event: %s\ndata: %s\n\n" % (kind.encode(), msgspec.json.encode(body))
+
+
+def _call_item(call: Call) -> Json:
+    said = {"call_id": call.id, "name": call.name, "arguments": call.arguments_text}
+    return {"id": call.id.replace("call_", "fc_"), "type": "function_call", "status": "completed", **said}
 
 
 def _part(text: str) -> Json:

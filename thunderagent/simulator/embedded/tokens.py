@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from thunderagent.simulator.embedded.scripted import Call
+
 END_TOKEN: Final = 1
 _MARKERS: Final = {"system": 2, "user": 3, "assistant": 4, "tool": 5, "developer": 6, "tools": 7}
 _OTHER_MARKER: Final = 8
@@ -53,6 +55,10 @@ class WordTokenizer:
         """Return the words of an answer, or of a part of one: the end token is silent."""
         return [self.decode([token]) for token in token_ids if token != END_TOKEN]
 
+    def encode_words(self, words: Iterable[str]) -> list[int]:
+        """Return exactly one token for each word, also for an empty one."""
+        return [(self.encode(word) or [_OTHER_MARKER])[0] for word in words]
+
     def encode_chat(
         self, messages: Iterable[tuple[str, str]], *, tools: str = "", add_generation_prompt: bool = True
     ) -> list[int]:
@@ -75,10 +81,26 @@ class WordTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A future answer: `finish_reason` is `stop` (it ends with the end token) or `length`."""
+    """A future answer: `finish_reason` is `stop` (it ends with the end token), `length` or `tool_calls`.
+
+    `words` are what the client reads instead of the tokens' own: at most one a token. `calls` are the tools it calls.
+    """
 
     token_ids: list[int]
     finish_reason: str
+    words: list[str] | None = None
+    calls: Sequence[Call] = ()
+
+
+def cut_at_stop(answer: Answer, words: list[str], stops: Sequence[str]) -> Answer:
+    """Return the answer without what follows the first of these texts in it, and without that text."""
+    text = " ".join(words)
+    found = min(((text.find(stop), stop) for stop in stops if stop and stop in text), default=None)
+    if found is None:
+        return answer
+    start, stop = found
+    count = text.count(" ", 0, start + len(stop)) + 1
+    return Answer(answer.token_ids[:count], "stop", text[:start].split(" ") if start else [])
 
 
 def compose_answer(

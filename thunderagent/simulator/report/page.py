@@ -21,7 +21,9 @@ from thunderagent.programs.learned.goodput import ALPHA_RATIOS, in_time
 from thunderagent.simulator.comparison.results import ComparisonResult, Row, thinned
 from thunderagent.simulator.figures.figures import finite
 from thunderagent.simulator.figures.intervals import Interval
-from thunderagent.simulator.report.plots import GRID, INK, SOFT_INK, draw
+
+INK, SOFT_INK, GRID = "#1d2430", "#5b6471", "#dfe3e8"
+"""Text, quieter text, the grid: they change on a dark page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +37,16 @@ class Making:
     made: Mapping[str, str]
 
 
-def write_report(folder: Path, result: ComparisonResult, making: Making) -> list[Path]:
+def write_report(folder: Path, result: ComparisonResult, drawing: str, making: Making) -> list[Path]:
     """Write `comparison.html`, `comparison.csv`, `runs.csv` and `comparison.json` into a folder that is there.
+
+    `drawing` is the page's, of `plots.draw`; without matplotlib it is empty, and the page has its tables.
 
     Each is written under another name first, so that files of an earlier report are replaced as a whole, or stay.
     Raises OSError.
     """
     texts = {
-        "comparison.html": html_page(result, draw(result), making),
+        "comparison.html": html_page(result, drawing, making),
         "comparison.csv": rows_csv(result),
         "runs.csv": runs_csv(result),
         "comparison.json": json_text(result, making),
@@ -237,6 +241,17 @@ pre { background: var(--page); padding: 10px 12px; margin: 0; white-space: pre-w
 _THEMED = {INK: "--ink", SOFT_INK: "--soft", GRID: "--grid"}
 
 
+def _plots(drawing: str) -> str:
+    """Return the section with the drawing; empty without one."""
+    if not drawing:
+        return ""
+    return f"""<section><h2>Plots</h2>
+{drawing}
+<p class="notes">Means and 95 % intervals over seeds. The limit, min(L1, L2, L3), is what no schedule of these turns can
+pass; its bar is where it lies for the turns of the different policies. Costs are parts of capacity times time: what
+lacks was empty while nobody waited.</p></section>"""
+
+
 def html_page(result: ComparisonResult, drawing: str, making: Making) -> str:
     """Return the page: what was compared, the table, the drawing, and how to reproduce it."""
     plan = result.plan
@@ -258,11 +273,7 @@ def html_page(result: ComparisonResult, drawing: str, making: Making) -> str:
 <p class="notes">Means over seeds, and how far their 95 % intervals reach (Student's t). Ratios are to
 {escape(plan.baseline)}, seed by seed. Seconds are of simulated time; latencies of turns include the time held.
 {escape(_sweep_words(result))}</p></section>
-<section><h2>Plots</h2>
-{drawing}
-<p class="notes">Means and 95 % intervals over seeds. The limit, min(L1, L2, L3), is what no schedule of these turns can
-pass; its bar is where it lies for the turns of the different policies. Costs are parts of capacity times time: what
-lacks was empty while nobody waited.</p></section>
+{_plots(drawing)}
 <section><h2>Again</h2>
 <pre>{escape(making.command)}</pre>
 {_facts(result, making)}</section>

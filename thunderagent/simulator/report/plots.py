@@ -18,6 +18,7 @@ from thunderagent.errors import ConfigurationError
 from thunderagent.programs.learned.goodput import ALPHA_RATIOS
 from thunderagent.simulator.comparison.results import COSTS, ComparisonResult, Row, Run, thinned
 from thunderagent.simulator.figures.intervals import Interval
+from thunderagent.simulator.report.page import GRID, INK, SOFT_INK
 
 try:
     import matplotlib as mpl
@@ -28,9 +29,6 @@ try:
     from matplotlib.ticker import FuncFormatter, NullLocator
 except ImportError as error:
     raise ConfigurationError("plots need matplotlib: install thunderagent with the extra `plots`") from error
-
-INK, SOFT_INK, GRID = "#1d2430", "#5b6471", "#dfe3e8"
-"""Text, quieter text, the grid: they change on a dark page."""
 
 BASELINE_COLOUR = "#8a8f98"
 COLOURS = ("#1c88cf", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")

@@ -39,7 +39,7 @@ from thunderagent.programs.model.events import (
     TurnProgressed,
     TurnStarted,
 )
-from thunderagent.programs.model.fleet_events import ReplicaDown, ReplicaPolled, ReplicaUp, TierPolled
+from thunderagent.programs.model.fleet_events import ReplicaDown, ReplicaPolled, ReplicaUp, TierPolled, TurnLimited
 from thunderagent.programs.model.places import Status
 from thunderagent.programs.model.policy import Policy
 from thunderagent.programs.scheduler import Scheduler
@@ -246,6 +246,8 @@ class Simulation:
         program.turn_id = self._turn_count
         program.is_held = True
         self._programs[program.turn_id] = program
+        if program.plan.limits is not None:
+            self._dispatch(TurnLimited(self._agenda.now_s, program.turn_id, program.plan.limits))
         self._dispatch(
             TurnArrived(
                 self._agenda.now_s,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from thunderagent.programs.model.records.limits import ProgramLimits
+
 
 @dataclass(frozen=True, slots=True)
 class TurnPlan:
@@ -29,7 +31,7 @@ class ProgramPlan:
     Programs with the same `shared_prefix_id` begin with the same `shared_prefix_tokens` tokens. `arrival_s` is used by
     open loops only: seconds from the begin of the run. Programs with the same `group_id` finish together. `tenant` says
     who pays, and `parent_id` which program waits for this one. `outcome` is `success` or `failure`, where the workload
-    says which it comes to.
+    says which it comes to. `limits` come with each of its turns.
     """
 
     program_id: str
@@ -41,6 +43,7 @@ class ProgramPlan:
     tenant: str = ""
     parent_id: str = ""
     outcome: str = ""
+    limits: ProgramLimits | None = None
 
 
 class Workload(Protocol):

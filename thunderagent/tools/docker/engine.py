@@ -20,6 +20,7 @@ from thunderagent.errors import (
     SandboxEngineError,
     SandboxError,
     SandboxImageError,
+    SandboxPullLimitError,
     SandboxRefusedError,
     SandboxSpaceError,
 )
@@ -45,6 +46,9 @@ _NO_IMAGE = re.compile(
     r"no such image|pull access denied|manifest unknown|manifest for .* not found|repository .*not found"
     r"|repository does not exist|repository name not known|no matching manifest|unauthorized",
     re.IGNORECASE | re.DOTALL,
+)
+_PULL_LIMIT = re.compile(
+    r"too ?many ?requests|\b429\b|rate.?limit|rate exceeded|pull limit|(?<!disk )quota exceeded|throttl", re.IGNORECASE
 )
 LIBRARY_ERRORS = (
     errors.DockerException,
@@ -75,6 +79,8 @@ def _mapped_answer(error: Any) -> SandboxError:
         kind = SandboxSpaceError
     elif _PORT_TAKEN.search(text):
         kind = SandboxConflictError
+    elif error.status_code == 429 or _PULL_LIMIT.search(text):
+        kind = SandboxPullLimitError
     elif isinstance(error, errors.ImageNotFound) or _NO_IMAGE.search(text):
         kind = SandboxImageError
     elif error.status_code == 409:

@@ -3,21 +3,83 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import re
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import structlog
 from docker import APIClient, errors  # type: ignore[import-untyped]
 
-from thunderagent.errors import SandboxEngineError, SandboxError
+from thunderagent.errors import SandboxEngineError, SandboxError, SandboxPullLimitError
 from thunderagent.tools.base import logging_failures
 from thunderagent.tools.docker.answers import Json, list_all
 from thunderagent.tools.docker.connection import ignoring, none_if_missing
-from thunderagent.tools.docker.engine import Engine
+from thunderagent.tools.docker.engine import Engine, mapped
 from thunderagent.tools.threads import Threads
 
 _log = structlog.get_logger(__name__)
+
+LEAST_LIMIT_S = 30.0
+MOST_LIMIT_S = 900.0
+"""For how long nothing is asked of a registry that limits pulls: doubled each time, unless it says for how long."""
+
+_RETRY_AFTER = re.compile(r"(?:retry|try again)[- ](?:after|in)[:= ]*([0-9]+(?:\.[0-9]+)?)\s*([a-zµ]*)", re.IGNORECASE)
+_UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "m": 60.0, "min": 60.0, "minutes": 60.0, "h": 3600.0}
+_DOCKER_HUB = "docker.io"
+
+
+def registry_of(name: str) -> str:
+    """Return the registry that an image is pulled from."""
+    first, is_path, _ = name.partition("/")
+    if not is_path or not ("." in first or ":" in first or first == "localhost"):
+        return _DOCKER_HUB
+    return _DOCKER_HUB if first in ("index.docker.io", "registry-1.docker.io", "registry.hub.docker.com") else first
+
+
+def stated_limit_s(text: str) -> float:
+    """Return for how long a registry wants to be left alone, in seconds; 0 if it does not say."""
+    said = _RETRY_AFTER.search(text)
+    return 0.0 if said is None else float(said[1]) * _UNITS_S.get(said[2].lower(), 1.0)
+
+
+class PullLimits:
+    """When registries that limited a pull are asked again; by threads, each step of which is one of the dictionary."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Start without limits."""
+        self._clock = clock
+        self._of: dict[str, tuple[float, float]] = {}
+        """Until when, and for how long, by registry."""
+
+    def check(self, registry: str) -> None:
+        """Raise `SandboxPullLimitError` while nothing is asked of this registry."""
+        until_s, _ = self._of.get(registry, (0.0, 0.0))
+        if (left_s := until_s - self._clock()) > 0:
+            raise _limit_error(registry, left_s)
+
+    def hit(self, registry: str, said: str) -> SandboxPullLimitError:
+        """Ask nothing of a registry for a while, which has just limited a pull; return the error of that pull."""
+        until_s, last_s = self._of.get(registry, (0.0, 0.0))
+        now_s = self._clock()
+        if until_s <= now_s:  # not the second of two pulls at a time
+            limit_s = max(min(2 * last_s, MOST_LIMIT_S), LEAST_LIMIT_S)
+            limit_s = min(max(stated_limit_s(said), LEAST_LIMIT_S), MOST_LIMIT_S) if stated_limit_s(said) else limit_s
+            until_s = now_s + limit_s
+            self._of[registry] = until_s, limit_s
+            _log.warning("registry_limits_pulls", registry=registry, again_in_s=limit_s, why=said)
+        return _limit_error(registry, until_s - now_s)
+
+    def passed(self, registry: str) -> None:
+        """Forget the limits of a registry from which something was pulled."""
+        self._of.pop(registry, None)
+
+
+def _limit_error(registry: str, left_s: float) -> SandboxPullLimitError:
+    error = SandboxPullLimitError(f"{registry} limits pulls: nothing is pulled from there for {left_s:.0f} s")
+    error.retry_after_s = math.ceil(left_s)
+    return error
 
 
 class Images:
@@ -30,6 +92,7 @@ class Images:
         self._threads = Threads("docker-pull", max_pulls_count)
         self._pulls: dict[str, asyncio.Task[None]] = {}
         self._pulled: set[str] = set()
+        self._limits = PullLimits()
         # Preparations that need one now: the engine does not know of them yet.
         self._users: Counter[str] = Counter()
 
@@ -54,14 +117,27 @@ class Images:
         started_s = time.monotonic()
         try:
             await self._engine.ask(lambda client: self._pull_whole(client, name), self._threads)
+            self._limits.passed(registry_of(name))
             self._pulled.add(name)
             _log.info("sandbox_image_pulled", image=name, took_s=round(time.monotonic() - started_s, 3))
+        except SandboxPullLimitError:
+            raise
         except SandboxError as error:
             raise type(error)(f"image {name!r}: {error.message}") from error
         finally:
             del self._pulls[name]
 
     def _pull_whole(self, client: APIClient, name: str) -> None:
+        registry = registry_of(name)
+        self._limits.check(registry)
+        try:
+            self._pull_lines(client, name)
+        except errors.APIError as error:
+            if isinstance(mapped(error), SandboxPullLimitError):
+                raise self._limits.hit(registry, str(error.explanation or error)) from error
+            raise
+
+    def _pull_lines(self, client: APIClient, name: str) -> None:
         for line in client.pull(name, stream=True, decode=True):
             if self._engine.is_closing:
                 raise SandboxEngineError("the driver is closing")

@@ -21,10 +21,18 @@ def counters(progress: float | None = 0.0, *, running: int | None = 1, waiting: 
     return Counters((progress,), running, waiting, is_paced=progress is not None)
 
 
-def polls(stillness: Stillness, of: Counters, *, since_s: int, until_s: int, heard_s: float = -1.0) -> float:
+def polls(
+    stillness: Stillness,
+    of: Counters,
+    *,
+    since_s: int,
+    until_s: int,
+    heard_s: float = -1.0,
+    has_begun: bool = False,
+) -> float:
     """Poll once a second; return when it was found frozen, else the end. Each wanted check is sent and not answered."""
     for now_s in range(since_s, until_s + 1):
-        stillness.polled(of, heard_s=heard_s, is_busy=True, now_s=now_s)
+        stillness.polled(of, heard_s=heard_s, is_busy=True, now_s=now_s, has_begun=has_begun)
         if stillness.wants_check(now_s):
             stillness.checked_s = now_s
         if stillness.is_frozen(now_s):
@@ -64,6 +72,12 @@ def test_every_state_has_a_gravity() -> None:
 def test_an_engine_that_stands_still_is_frozen_in_time(of: Counters) -> None:
     """Its counters move with each step, or nothing waits in its queue: then a check without an answer is evidence."""
     assert polls(Stillness(LIMIT_S), of, since_s=0, until_s=30) <= LIMIT_S
+
+
+@pytest.mark.parametrize("of", [counters(None, waiting=7), counters(None, running=None, waiting=None)])
+def test_a_stream_that_stands_still_tells_of_an_engine_whose_counters_do_not(of: Counters) -> None:
+    """What has begun does not wait in a queue: SGLang under load, and an engine without counters."""
+    assert polls(Stillness(LIMIT_S), of, since_s=0, until_s=30, has_begun=True) <= LIMIT_S
 
 
 @pytest.mark.parametrize(
@@ -168,6 +182,19 @@ def test_a_cache_that_is_merely_bad_has_not_collapsed(before: float, now: float)
     ended(keeping, before)
     ended(keeping, now)
     assert not keeping.has_collapsed
+
+
+def test_what_was_kept_before_memory_was_short_is_not_expected() -> None:
+    """An overloaded engine evicts what it kept: each program's next turn begins cold, and none after it."""
+    keeping = Keeping()
+    ended(keeping, 1.0)
+    keeping.pressed(10.0)
+    for _ in range(100):
+        keeping.turn_ended(10_000, 0, 9.0)
+    assert not keeping.has_collapsed
+    for _ in range(KEEPING_TURNS_COUNT):
+        keeping.turn_ended(10_000, 0, 11.0)
+    assert keeping.has_collapsed
 
 
 def test_short_prompts_say_nothing_of_a_cache() -> None:

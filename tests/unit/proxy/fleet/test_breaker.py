@@ -109,11 +109,48 @@ async def test_who_waits_for_a_probe_that_fails_is_not_sent() -> None:
     await half_open(runtime, breakers)
     runtime.replica_up("b")
     await breakers.admit("a")
-    waiting = asyncio.create_task(breakers.admit("a"))
+    waiting = asyncio.create_task(breakers.admit("a", is_bound=True))
     await asyncio.sleep(0)
     breakers.failed("a")
     with pytest.raises(ReplicaTrippedError, match="was not sent"):
         await waiting
+    breakers.close()
+
+
+async def test_a_replica_that_is_tried_is_failing_until_its_probe_has_ended_well() -> None:
+    """Others are not sent meanwhile. After an end that says nothing the next one probes. Older turns do not count."""
+    runtime, breakers = breakers_of("a", "b")
+    await half_open(runtime, breakers)
+    runtime.replica_up("b")
+
+    def verdict() -> str:
+        return runtime.replicas.states["a"].verdict
+
+    probe = await breakers.admit("a")
+    with pytest.raises(ReplicaTrippedError, match="was not sent"):
+        await breakers.admit("a")
+    breakers.left("a", probe)
+    assert verdict() == "failing"
+    second = await breakers.admit("a")
+    assert second is not None
+    breakers.succeeded("a", "sent before it failed")
+    assert (breakers.state_of("a"), verdict()) == (BreakerState.HALF_OPEN, "failing")
+    breakers.succeeded("a", "p", second)
+    assert (breakers.state_of("a"), verdict()) == (BreakerState.CLOSED, "up")
+    assert await breakers.admit("a") is None
+
+
+async def test_an_error_in_a_probe_s_answer_always_counts() -> None:
+    """Even of the program whose earlier error tripped the replica."""
+    runtime, breakers = breakers_of("a", "b")
+    breakers.failed("a")
+    breakers.erred("a", "p", "an error inside its answer")
+    runtime.replica_down("b")
+    await asyncio.sleep(0)
+    runtime.replica_up("b")
+    assert await breakers.admit("a") is not None
+    breakers.erred("a", "p", "an error inside its answer")
+    assert breakers.state_of("a") is BreakerState.OPEN
     breakers.close()
 
 
@@ -124,3 +161,80 @@ async def test_a_probe_that_computes_holds_nobody_up_for_long() -> None:
     assert await breakers.admit("a") is not None
     async with asyncio.timeout(5):
         assert await breakers.admit("a") is None
+
+
+def serves(breakers: Breakers, results: str) -> BreakerState:
+    """Have turns of programs of their own end on `a`: `x` is a failure; return how its breaker stands then."""
+    for result in results:
+        if result == "x":
+            breakers.failed("a")
+        else:
+            breakers.succeeded("a")
+    return breakers.state_of("a")
+
+
+FIVE = BreakerSettings()
+
+
+@pytest.mark.parametrize(
+    ("results", "expected"),
+    [
+        ("xxxx.", "closed"),
+        ("xxxxx", "open"),
+        ("x." * 7, "closed"),
+        ("x." * 8, "open"),
+        ("x" + 12 * "." + 7 * "x.", "closed"),
+        ("xxx" + 14 * "." + "xxx" + 14 * "." + "xxxx", "closed"),
+    ],
+    ids=["four in a row", "five in a row", "seven of twenty", "eight of twenty", "the eighth is old", "rare ones"],
+)
+async def test_a_replica_that_fails_many_turns_is_failing_even_if_others_succeed(results: str, expected: str) -> None:
+    runtime, _ = breakers_of("a", "b")
+    breakers = Breakers(runtime, FIVE)
+    assert serves(breakers, results) == expected
+    if results.startswith("x.") and expected == "open":
+        assert runtime.replicas.states["a"].why.startswith("8 of the last 20 turns failed")
+    breakers.close()
+
+
+async def test_a_replica_that_fails_again_right_after_its_trial_is_not_trusted_for_long() -> None:
+    runtime, _ = breakers_of("a", "b")
+    breakers = Breakers(runtime, BreakerSettings(backoff_s=0.01))
+    assert serves(breakers, "x." * 8) is BreakerState.OPEN
+    async with asyncio.timeout(5):
+        while breakers.state_of("a") is BreakerState.OPEN:
+            await asyncio.sleep(0.01)
+    breakers.succeeded("a", None, await breakers.admit("a"))
+    assert breakers.state_of("a") is BreakerState.CLOSED
+    assert serves(breakers, ".x") is BreakerState.OPEN
+    breakers.close()
+
+
+async def test_a_turn_that_fails_on_two_replicas_alike_trips_neither() -> None:
+    """However many come at once: what was counted meanwhile is taken back, and a trip with it."""
+    runtime, _ = breakers_of("a", "b")
+    breakers = Breakers(runtime, FIVE)
+    assert serves(breakers, "xxxxx") is BreakerState.OPEN
+    assert [replica.replica_id for replica in runtime.scheduler.open_replicas] == ["b"]
+    breakers.excuse("a")
+    assert breakers.state_of("a") is BreakerState.CLOSED
+    assert [replica.replica_id for replica in runtime.scheduler.open_replicas] == ["a", "b"]
+    for _ in range(4):
+        breakers.excuse("a")
+    assert serves(breakers, "xxxx") is BreakerState.CLOSED
+    breakers.excuse("unknown")
+
+
+async def test_errors_in_the_answers_of_one_program_count_once_until_it_has_a_good_one() -> None:
+    """Turns of others that succeed meanwhile change nothing of that: the program may be to blame."""
+    runtime, _ = breakers_of("a", "b")
+    breakers = Breakers(runtime, FIVE)
+    for _ in range(20):
+        breakers.erred("a", "bad", "an error inside its answer")
+        breakers.succeeded("a", "good")
+    assert breakers.state_of("a") is BreakerState.CLOSED
+    for _ in range(8):
+        breakers.succeeded("a", "bad")
+        breakers.erred("a", "bad", "an error inside its answer")
+    assert breakers.state_of("a") is BreakerState.OPEN
+    breakers.close()

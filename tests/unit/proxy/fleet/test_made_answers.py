@@ -6,6 +6,7 @@ import tracemalloc
 
 import pytest
 
+from thunderagent.errors import OtherTenantError
 from thunderagent.proxy.fleet.made_answers import PARTS_COUNT, MadeAnswers
 
 
@@ -28,6 +29,22 @@ def test_other_paths_lead_nowhere(path: str) -> None:
     made = MadeAnswers(10)
     made.keep("resp_1", "r0")
     assert made.maker_of(path) is None
+
+
+def test_an_answer_is_its_tenants() -> None:
+    """Who made another tenant's is not said, so it is neither read, ended nor continued; None is an operator."""
+    made = MadeAnswers(10)
+    made.keep("resp_1", "r0", "red")
+    made.keep("resp_2", "r1")
+    assert made.maker("resp_1", "red") == made.maker("resp_1") == made.maker_of("/v1/responses/resp_1", "red") == "r0"
+    for answer_id in ("resp_1", "resp_2"):
+        with pytest.raises(OtherTenantError):
+            made.maker(answer_id, "blue")
+        with pytest.raises(OtherTenantError):
+            made.maker_of(f"/v1/responses/{answer_id}/cancel", "blue")
+    assert made.maker("resp_3", "blue") is None
+    made.keep("resp_1", "r2", "blue")
+    assert made.maker("resp_1", "red") == "r0", "an id that a client chose takes no answer from its tenant"
 
 
 def test_the_oldest_are_forgotten_first() -> None:

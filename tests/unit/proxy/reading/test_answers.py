@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from thunderagent.proxy.reading.answer_errors import AnswerError, error_of_events
 from thunderagent.proxy.reading.answers import read_answer
 from thunderagent.proxy.reading.dialects import NO_USAGE, TURN_DIALECTS, Dialect, Usage
 from thunderagent.proxy.reading.dialects.openai import OpenAI
+from thunderagent.proxy.reading.sse import LARGE_EVENT_BYTES, data_of
 
 CALL = {"function": {"name": "bash", "arguments": '{"command": "cd a && pytest -x"}'}}
 CHAT = {"choices": [{"message": {"tool_calls": [CALL]}}]}
@@ -63,3 +65,27 @@ def test_an_encoded_answer_is_read_and_a_broken_one_says_nothing(
     assert read_answer(TURN_DIALECTS[path], packed, "gzip", lambda _: None) == (usage, "bash:pytest")
     assert read_answer(TURN_DIALECTS[path], packed[3:], "gzip", lambda _: None) == (NO_USAGE, "")
     assert read_answer(TURN_DIALECTS[path], b"{", None, lambda _: None) == (NO_USAGE, "")
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r", b"\r\n"])
+@pytest.mark.parametrize("lines", [[b"data: %b"], [b"id: 1", b"data:%b \t"], [b"data", b"data: \v%b", b"data:  2"]])
+def test_a_large_event_has_the_data_of_a_small_one(lines: list[bytes], end: bytes) -> None:
+    small, large = b"x", b"x" * (LARGE_EVENT_BYTES + 1)
+    event = end.join(lines) + end + end
+    assert data_of(event % large) == data_of(event % small).replace(small, large)
+
+
+@pytest.mark.parametrize(
+    ("event", "is_error"),
+    [
+        (b"event: error\ndata: {}\n\n", True),
+        (b"data: {}\r\nevent:error \t\r\n\r\n", True),
+        (b"event: error", True),
+        (b'data: "event: error"\n\n', False),
+        (b"event: errors\n\n", False),
+        (b"event: error s\nevent:error\n\n", True),
+        (b" event: error\n\n", False),
+    ],
+)
+def test_an_event_of_that_name_is_an_error(event: bytes, *, is_error: bool) -> None:
+    assert error_of_events(event) == (AnswerError("error") if is_error else None)

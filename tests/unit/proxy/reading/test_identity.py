@@ -91,8 +91,33 @@ def test_each_of_other_peoples_fields_is_used_when_those_before_it_are_gone(numb
 @pytest.mark.parametrize("value", [None, "", 1.5, True, [], {}, "x" * 257, "a\nb"])
 def test_what_is_no_id_in_other_peoples_fields_is_no_error(value: object) -> None:
     """A client that only changed its base URL must not be refused for a field of its own."""
-    body = {"session_id": value, "metadata": value, "nvext": {"agent_context": value}, "prompt_cache_key": "k"}
-    assert identified(json.dumps(body).encode()).program_id == "k"
+    body = {"session_id": value, "metadata": value, "nvext": {"agent_context": value}, "prompt_cache_key": value}
+    assert identified(json.dumps({**body, "conversation_params": {"conversation_id": "c"}}).encode()).program_id == "c"
+    assert identified(json.dumps({**body, "prompt_cache_key": "k"}).encode()).bucket == "k"
+    turn = identified(json.dumps(body).encode())
+    assert (turn.program_id, turn.bucket, turn.source) == (None, "", "anonymous")
+
+
+@pytest.mark.parametrize(
+    ("body", "bucket", "source"),
+    [
+        (b'{"prompt_cache_key":"k"}', "k", "prompt_cache_key"),
+        (b'{"prompt_cache_key":0}', "0", "prompt_cache_key"),
+        (b'{"metadata":{"session_id":"s"},"prompt_cache_key":"k"}', "s", "metadata.session_id"),
+    ],
+)
+def test_a_bucket_names_no_program_unless_the_operator_says_so(body: bytes, bucket: str, source: str) -> None:
+    turn = identified(body)
+    assert (turn.program_id, turn.bucket, turn.source) == (None, bucket, source)
+    headers = CIMultiDictProxy(CIMultiDict())
+    named = identify(None, headers, body, IdentityRules(bucket_names_program=True))
+    assert named is not None
+    assert (named.program_id, named.bucket, named.source) == (bucket, "", source)
+    unread = identify(None, headers, body, IdentityRules(infers_buckets=False))
+    assert unread is not None
+    assert (unread.program_id, unread.bucket, unread.source) == (None, "", "anonymous")
+    other = identified(body, headers={"X-Program-ID": "p"})
+    assert (other.program_id, other.bucket) == ("p", "")
 
 
 @pytest.mark.parametrize("header", PROGRAM_HEADERS)
@@ -260,6 +285,7 @@ def test_parent_and_tenant_are_headers() -> None:
     turn = identified(headers={"X-Program-Parent": "p", "X-Dynamo-Parent-Session-ID": "d", "X-Program-Tenant": "t"})
     assert (turn.parent_id, turn.tenant) == ("p", "t")
     assert identified(headers={"X-Dynamo-Parent-Session-ID": "d"}).parent_id == "d"
+    assert identified(headers={"X-Session-Affinity": "c", "X-Parent-Session-Id": "o"}).parent_id == "o"
     assert (identified().parent_id, identified().tenant) == ("", "")
 
 
@@ -270,7 +296,7 @@ def test_the_user_names_the_program_only_if_that_is_wanted() -> None:
     assert identified(b'{"user":"u"}').program_id is None
     for body, named in (
         (b'{"user":"u"}', ("u", "user")),
-        (b'{"user":"u","prompt_cache_key":"k"}', ("k", "prompt_cache_key")),
+        (b'{"user":"u","prompt_cache_key":"k"}', ("u", "user")),
         (b'{"user":7}', ("7", "user")),
         (b'{"user":{}}', (None, "anonymous")),
         (b'{"user":"u","x":NaN}', ("u", "user")),
@@ -511,7 +537,7 @@ def test_a_body_in_which_nobody_finds_the_priority_is_refused(body: bytes, *, is
     [
         (b'{"input":"x","program_id":"b"}', ("b", "body"), b'{"input":"x"}'),
         (b'{"extra_body":{"program_id":"e"},"a":1}', ("e", "extra_body"), b'{"extra_body":{},"a":1}'),
-        (b'{"prompt_cache_key":"k","a": 1 }', ("k", "prompt_cache_key"), b'{"prompt_cache_key":"k","a": 1 }'),
+        (b'{"prompt_cache_key":"k","a": 1 }', (None, "anonymous"), b'{"prompt_cache_key":"k","a": 1 }'),
         (b'{"a":NaN, "program_id":7}', ("7", "body"), b'{"a":NaN}'),
         (b'{"a":1}', (None, "anonymous"), b'{"a":1}'),
         (b'["program_id"]', (None, "anonymous"), b'["program_id"]'),
@@ -547,13 +573,13 @@ def test_a_large_body_names_its_program_as_a_small_one_does() -> None:
     """No value of megabytes is built: an object or a list names no program."""
     padding = " " * 100_000
     headers = CIMultiDictProxy(CIMultiDict())
-    for fields in ('"program_id":"a"', '"metadata":{"session_id":"a"}', '"extra_body":{"program_id":"a"}'):
+    for fields in ('"program_id":"a"', '"session_params":{"session_id":"a"}', '"extra_body":{"program_id":"a"}'):
         turn = identify(None, headers, (f'{{"messages":[],{fields},"x":"{padding}"}}').encode())
         assert turn is not None
         assert turn.program_id == "a"
     bomb = ",".join(["{}"] * 40_000)
     turn = identify(None, headers, (f'{{"messages":[],"metadata":{{"session_id":"a","x":[{bomb}]}}}}').encode())
     assert turn is not None
-    assert turn.program_id is None
+    assert (turn.program_id, turn.bucket) == (None, "")
     with pytest.raises(InvalidProgramIdError):
         identify(None, headers, ('{"program_id":"%s"}' % ("a" * 100_000)).encode())

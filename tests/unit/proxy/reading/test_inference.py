@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from thunderagent.proxy.reading.answers import MAX_KEPT_CHARS, Completions
 from thunderagent.proxy.reading.dialects import CHAT, TURN_DIALECTS, Dialect
 from thunderagent.proxy.reading.identity import TurnRequest
-from thunderagent.proxy.reading.inference import STRIDE_BYTES, Inference, prompt_of
+from thunderagent.proxy.reading.inference import STRIDE_BYTES, Inference, Prompt, prompt_of
 
 
 def turn_of(body: object) -> TurnRequest:
@@ -112,6 +112,12 @@ CALL = {"id": "1", "type": "function", "function": {"name": "ls", "arguments": '
         (
             {"content": "", "tool_calls": [CALL]},
             {"content": None, "tool_calls": [{"id": "1", "function": {"arguments": '{"b":2,"a":1}', "name": "ls"}}]},
+        ),
+        ({"content": "<think>\nhm\n</think>\n\nhi"}, {"content": "hi"}),
+        ({"content": "hm</think>hi"}, {"content": "hi"}),
+        (
+            {"content": "a <thinking>hm</thinking> b"},
+            {"content": [{"type": "reasoning", "text": "h"}, {"type": "text", "text": "a  b"}]},
         ),
         ({"content": "thought", "reasoning_content": "hm"}, {"content": "thought", "name": None}),
     ],
@@ -388,3 +394,96 @@ def test_an_endless_answer_is_not_kept() -> None:
     for _ in range(MAX_KEPT_CHARS // 2**20 + 2):
         completions.read_events(event)
     assert completions.choices() == []
+
+
+# --- buckets, and turns that come again
+
+
+class Bucket:
+    """Agents that send one bucket."""
+
+    def __init__(self) -> None:
+        self.inference = Inference()
+        self.live_ids: set[str] = set()
+
+    def begin(self, text: str, bucket: str = "app", *, is_retry: bool = False) -> tuple[TurnRequest, Prompt]:
+        turn = turn_of({"prompt": text})._replace(bucket=bucket, source="prompt_cache_key")
+        prompt = prompt_of(turn.body, CHAT, bucket=bucket)
+        assert prompt is not None
+        turn = self.inference.named(turn, prompt, self.live_ids.__contains__, is_retry=is_retry)
+        self.inference.began(prompt.chain().key(), turn.program_id or "")
+        return turn, prompt
+
+    def end(self, turn: TurnRequest, prompt: Prompt, answer: str | None) -> str:
+        assert turn.program_id is not None
+        if answer is not None:
+            completions = Completions(CHAT)
+            completions.read_answer(json.dumps(text_answer(answer)).encode(), None)
+            self.inference.answered(turn.program_id, prompt.chain(), completions.choices())
+        self.inference.ended(prompt.chain().key(), turn.program_id, answered=answer is not None)
+        self.live_ids.add(turn.program_id)
+        return turn.program_id
+
+
+def test_agents_of_one_bucket_are_programs_of_their_own_and_the_first_has_its_name() -> None:
+    bucket = Bucket()
+    begun = [bucket.begin(f"agent {number}:") for number in range(8)]
+    assert [turn.source for turn, _ in begun] == ["prompt_cache_key", *["inferred"] * 7]
+    names = [bucket.end(*each, "yes") for each in begun]
+    assert names[0] == "app"
+    assert len(set(names)) == 8
+    again = [bucket.begin(f"agent {number}:yes, and?") for number in range(8)]
+    assert [turn.program_id for turn, _ in again] == names
+    assert [turn.source for turn, _ in again] == ["prompt_cache_key", *["inferred"] * 7]
+
+
+def test_the_same_prompt_in_another_bucket_is_another_program() -> None:
+    bucket = Bucket()
+    assert bucket.end(*bucket.begin("hi", "one"), "yes") == "one"
+    assert bucket.end(*bucket.begin("hiyes", "other"), "no") == "other"
+    assert bucket.end(*bucket.begin("hiyes", "one"), "no") == "one"
+
+
+def test_the_name_of_a_bucket_is_free_again_when_its_program_has_ended() -> None:
+    bucket = Bucket()
+    assert bucket.end(*bucket.begin("first run"), "yes") == "app"
+    assert bucket.end(*bucket.begin("beside it"), "yes") != "app"
+    bucket.live_ids.remove("app")
+    assert bucket.end(*bucket.begin("second run"), "yes") == "app"
+
+
+def test_a_shortened_history_opens_another_program() -> None:
+    """Nothing says whose it is; the one before stays until it is released or forgotten."""
+    bucket = Bucket()
+    assert bucket.end(*bucket.begin("long history"), "yes") == "app"
+    short = bucket.end(*bucket.begin("summary"), "yes")
+    assert short.startswith("inferred-")
+    assert bucket.end(*bucket.begin("summaryyes and"), "yes") == short
+
+
+def test_a_turn_without_an_answer_keeps_its_program_when_it_comes_again() -> None:
+    """The first and a later turn; each attempt has one successor, so samples stay apart."""
+    bucket = Bucket()
+    lost = [bucket.end(*each, None) for each in [bucket.begin("hi") for _ in range(2)]]
+    assert len(set(lost)) == 2
+    begun = [bucket.begin("hi") for _ in range(3)]
+    assert [turn.program_id for turn, _ in begun[:2]] == lost
+    assert begun[2][0].program_id not in lost
+    assert {bucket.end(*each, "yes") for each in begun} > set(lost)
+    later = bucket.begin("hiyes and")
+    assert bucket.end(*later, None) == bucket.end(*bucket.begin("hiyes and"), "so")
+    assert not bucket.inference._in_flight
+    assert not bucket.inference._in_flight_of
+    assert not bucket.inference._unanswered
+
+
+def test_a_retry_beside_its_first_attempt_keeps_its_program_unless_several_run() -> None:
+    bucket = Bucket()
+    first = bucket.begin("hi")
+    retry = bucket.begin("hi", is_retry=True)
+    assert retry[0].program_id == first[0].program_id == "app"
+    bucket.end(*first, None)
+    assert not bucket.inference._unanswered, "its successor runs"
+    sample = bucket.begin("hi")
+    assert sample[0].program_id != "app"
+    assert bucket.begin("hi", is_retry=True)[0].program_id not in ("app", sample[0].program_id)

@@ -89,6 +89,18 @@ def test_what_separates_prompts_separates_all_cuts(differing: dict[str, object])
     assert shared(plain, chain_of(**{"messages": [SYSTEM, TASK], **differing})) == 0
 
 
+def test_the_block_that_engines_leave_out_separates_nothing() -> None:
+    """Claude Code says first which version and task sent the prompt; engines drop that block."""
+    rest = {"type": "text", "text": "You are an agent."}
+    chains = [
+        chain_of(system=[{"type": "text", "text": f"x-anthropic-billing-header: cch={each};"}, rest], messages=[TASK])
+        for each in ("a1", "b2")
+    ]
+    assert chains[0] == chains[1] == chain_of(system=[rest], messages=[TASK])
+    others = [chain_of(system=[{"type": "text", "text": f"x-{each}: 1"}, rest], messages=[TASK]) for each in "ab"]
+    assert shared(*others) == 0
+
+
 def test_model_and_salt_are_not_mixed_up() -> None:
     """The end of one field is not the beginning of the next."""
     assert shared(chain_of(model="ab", messages=[TASK]), chain_of(model="a", cache_salt="b", messages=[TASK])) == 0

@@ -92,6 +92,18 @@ def test_with_keys_it_can_be_told() -> None:
     assert (one.superseded, other.superseded, again.supersedes_id) == (False, True, other.turn_id)
 
 
+def test_an_ended_attempt_leaves_its_age_to_the_same_body_though_unmarked() -> None:
+    """A transport that gives up by itself does not say that it tries again."""
+    attempts, first = Attempts(), attempt(body=b"{1}")
+    attempts.begin(first, 0.0)
+    attempts.end(first, 30.0, answered=False)
+    other, again = attempt(body=b"{2}", since_s=31.0), attempt(body=b"{1}", since_s=31.0)
+    for each in (other, again):
+        attempts.begin(each, 31.0)
+    assert (other.since_s, again.since_s) == (31.0, 0.0)
+    assert not attempts._ended_of
+
+
 def test_an_age_is_forgotten_after_a_while() -> None:
     attempts, first = Attempts(), attempt(since_s=1.0)
     attempts.begin(first, 1.0)
@@ -157,7 +169,8 @@ def test_gateways_know_attempts_at_a_turn_by_what_their_client_and_their_body_sa
     first = attempt(key="k", body=b"a" * 10_000)
     assert told_key(first) == told_key(attempt(key="k", body=b"a" * 10_000, count=1))
     others = [attempt(key="l", body=b"a" * 10_000), attempt(key="k", body=b"a" * 9_999 + b"b"), attempt("q", key="k")]
-    assert len({told_key(each) for each in (first, *others)}) == 4
+    others.append(attempt(key="k", body=b"a" * 10_000, tenant="t"))
+    assert len({told_key(each) for each in (first, *others)}) == 5
     assert told_key(attempt()) == told_key(attempt(None, key="k")) == ""
     assert told_key(attempt(key="\udcff")) != told_key(attempt(key="\udcfe")), "bytes of a header that are not UTF-8"
     attempts, beside = Attempts(), attempt(key="k", body=b"b")

@@ -18,6 +18,10 @@ from thunderagent.proxy.turns.retry_budget import RetryBudget, RetrySettings
         ({"x-stainless-read-timeout": "600.0"}, Patience(600.0, counts_bytes=True)),
         ({"x-stainless-read-timeout": "1e2"}, Patience(100.0, counts_bytes=True)),
         ({"X-Stainless-Timeout": "60"}, Patience(60.0)),
+        ({"X-Stainless-Timeout": "600", "X-Stainless-Runtime": "node"}, Patience(290.0, counts_bytes=True)),
+        ({"X-Stainless-Timeout": "60", "X-Stainless-Runtime": "node"}, Patience(60.0)),
+        ({"X-Stainless-Read-Timeout": "600", "X-Stainless-Runtime": "CPython"}, Patience(600.0, counts_bytes=True)),
+        ({"User-Agent": "opencode/1.2 ai-sdk/5", "X-Program-Patience": "900"}, Patience(900.0)),
         ({"x-stainless-read-timeout": "NOT_GIVEN", "X-Stainless-Timeout": "60"}, Patience(60.0)),
         ({"x-stainless-read-timeout": "5", "X-Stainless-Timeout": "60"}, Patience(5.0, counts_bytes=True)),
         ({"X-Program-Patience": "7", "x-stainless-read-timeout": "5"}, Patience(7.0)),
@@ -35,6 +39,12 @@ def test_what_a_client_says_of_its_waiting(headers: dict[str, str], expected: Pa
     """Our header is first; text that is no number in other headers is no error."""
     assert patience_of(CIMultiDict(headers), 40.0) == expected
     assert patience_of(CIMultiDict({})).patience_s is None
+
+
+def test_a_transport_that_gives_up_by_itself_is_served_before() -> None:
+    """OpenCode states nothing, and its transport stops after 300 s."""
+    assert patience_of(CIMultiDict({"User-Agent": "opencode/1.2.0"})) == Patience(290.0, counts_bytes=True)
+    assert patience_of(CIMultiDict({"User-Agent": "python-httpx/1"})).patience_s is None
 
 
 @pytest.mark.parametrize("value", ["", "x", "0", "-3", "inf", "nan", "1 s"])

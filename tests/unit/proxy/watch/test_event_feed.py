@@ -12,6 +12,7 @@ import pytest
 from tests.builders import asked
 from thunderagent.errors import ProgramHopelessError, ProgramReleasedError, RequestError, TooManyListenersError
 from thunderagent.policy_loader import load_policy
+from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.events import (
     Event,
     ProgramReleased,
@@ -252,7 +253,7 @@ async def test_of_a_turn_that_is_refused_as_it_comes_nothing_is_kept() -> None:
     """It has no other events; its client may retry again and again while a listener stays for days."""
     world = World()
     with world.feed.listen(kinds={"reject", "turn_abandoned"}) as listener:
-        world.runtime.scheduler.hopeless_ids["p"] = None
+        world.runtime.scheduler.refused_ids["p"] = Reason.HOPELESS
         with pytest.raises(ProgramHopelessError):
             await world.runtime.lease(asked(world.runtime, "p"))
         await world.runtime.lease(asked(world.runtime, "q"))

@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from thunderagent.proxy.wire.headers import forwarded_request_headers, forwarded_response_headers
+from thunderagent.proxy.wire.headers import (
+    forwarded_request_headers,
+    forwarded_response_headers,
+    relayed_response_headers,
+)
 
 
 def headers(*pairs: tuple[str, str]) -> CIMultiDictProxy[str]:
@@ -55,3 +59,13 @@ def test_the_length_of_an_answer_is_kept_only_if_its_bytes_are() -> None:
         "Content-Encoding": "gzip",
     }
     assert dict(forwarded_response_headers(answer, keep_length=False)) == {"Content-Encoding": "gzip"}
+
+
+@pytest.mark.parametrize(
+    "name", ["X-Program-ID", "X-Program-ID-Source", "X-Replica-ID", "x-hold-ms", "X-ThunderAgent-Fail-Open"]
+)
+def test_what_only_the_proxy_says_no_engine_says(name: str) -> None:
+    """A gateway believes its scheduler, which is the proxy."""
+    answer = headers((name, "1"), ("X-Other", "2"))
+    assert dict(forwarded_response_headers(answer, keep_length=True)) == {"X-Other": "2"}
+    assert dict(relayed_response_headers(answer)) == {name: "1", "X-Other": "2"}

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from thunderagent.cli import main
+from thunderagent.cli import build_parser, main
+from thunderagent.config import ServeConfig
 from thunderagent.programs.learned.goodput import in_time
 from thunderagent.simulator.commands.compare import add_arguments, command_line
 
@@ -256,16 +257,25 @@ def test_a_file_is_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert path.read_text() == "mine"
 
 
-def test_without_matplotlib_nothing_runs(
+def test_without_matplotlib_there_are_tables_and_no_plots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The other commands run: only this one needs it."""
+    """All figures are there, and what to install for plots is said."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for name in ("plots", "page"):
-        monkeypatch.delitem(sys.modules, f"thunderagent.simulator.report.{name}", raising=False)
-    assert exit_status(*QUICK, "--out", str(tmp_path / "report")) == 2
-    assert "install thunderagent with the extra `plots`" in capsys.readouterr().err
-    assert not (tmp_path / "report").exists()
+    monkeypatch.delitem(sys.modules, "thunderagent.simulator.report.plots", raising=False)
+    assert exit_status(*QUICK, "--out", str(tmp_path / "report")) == 0
+    out, err = capsys.readouterr()
+    assert "cap:n=3" in out
+    assert "no plots: plots need matplotlib: install thunderagent with the extra `plots`" in err
+    page = (tmp_path / "report" / "comparison.html").read_text()
+    assert "<h2>Figures</h2>" in page
+    assert "<h2>Plots</h2>" not in page
+
+
+def test_the_default_policy_is_compared_by_default() -> None:
+    """Whoever compares wants to know how the proxy does as it is."""
+    args = build_parser().parse_args(["compare"])
+    assert ServeConfig.model_fields["policy"].default in args.policies
 
 
 def test_simulate_runs_whom_compare_runs(capsys: pytest.CaptureFixture[str]) -> None:

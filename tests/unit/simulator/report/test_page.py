@@ -165,11 +165,11 @@ def test_a_report_that_cannot_be_written_leaves_the_earlier_one(result: Comparis
     """No partial file is left beside it."""
     path = tmp_path / "comparison.html"
     path.write_text("earlier")
-    with pytest.raises(UnicodeEncodeError):  # there are no runs, which would take long to draw
-        write_report(tmp_path, replace(result, runs=()), replace(MAKING, command="no text: \ud800"))
+    with pytest.raises(UnicodeEncodeError):
+        write_report(tmp_path, replace(result, runs=()), "", replace(MAKING, command="no text: \ud800"))
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
     assert path.read_text() == "earlier"
-    paths = write_report(tmp_path, replace(result, runs=result.runs[:1]), MAKING)
+    paths = write_report(tmp_path, replace(result, runs=result.runs[:1]), "", MAKING)
     assert sorted(tmp_path.iterdir()) == sorted(paths)
     assert path.read_text() != "earlier"
 

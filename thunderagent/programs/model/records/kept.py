@@ -7,6 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from thunderagent.programs.model.records.limits import ProgramLimits
+
 
 class BranchRecord(NamedTuple):
     """A branch after its last finished turn."""
@@ -52,6 +54,7 @@ class ProgramRecord(NamedTuple):
     cached_tokens_total: int = 0
     held_s_total: float = 0.0
     ideal_s_total: float = 0.0
+    limits: ProgramLimits | None = None
 
     def older(self, elapsed_s: float) -> ProgramRecord:
         """Return the same record, `elapsed_s` later."""

@@ -7,6 +7,7 @@ and an id of a program that looks like HTML stays text.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
 
@@ -36,6 +37,15 @@ HEADERS = {
 
 INDEX = "index.html"
 
+WELCOME = """\
+This is thunderagent, a reverse proxy for LLM agents.
+
+Base URL for clients:  /v1, or /p/PROGRAM_ID/v1 to name the program
+When a program ends:   POST /programs/release with {"program_id": "PROGRAM_ID"}
+For operators:         /dashboard in a browser, `thunderagent status --url URL` in a terminal
+All routes:            /openapi.json
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class _File:
@@ -47,8 +57,9 @@ class _File:
 class Dashboard:
     """Handlers of the page and its files, which are read once at the start."""
 
-    def __init__(self) -> None:
-        """Read the files."""
+    def __init__(self, is_shown: Callable[[web.Request], bool] = lambda _: True) -> None:
+        """Read the files. `is_shown` says whether the page is served where a request came to."""
+        self._is_shown = is_shown
         self._files: dict[str, _File] = {}
         for path in resources.files(__package__).iterdir():
             content_type = CONTENT_TYPES.get(path.name.rpartition(".")[2])
@@ -59,10 +70,18 @@ class Dashboard:
     def routes(self) -> list[web.RouteDef]:
         """Return the routes."""
         return [
+            web.get("/", self.welcome),
             web.get("/dashboard", self.page),
             web.get("/dashboard/", self.page_without_slash),
             web.get("/dashboard/{name}", self.file),
         ]
+
+    async def welcome(self, request: web.Request) -> web.Response:
+        """Say what this is; lead a browser to the dashboard."""
+        headers = {"Vary": "Accept"}
+        if "text/html" in request.headers.get("Accept", "") and self._is_shown(request):
+            return web.Response(status=302, headers={**headers, "Location": "dashboard"})
+        return web.Response(text=WELCOME, headers=headers)
 
     async def page(self, request: web.Request) -> web.Response:
         """Give the page."""

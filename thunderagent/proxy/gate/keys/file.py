@@ -42,6 +42,7 @@ def _in_utc(expires: datetime) -> datetime:
 
 Expiry = Annotated[AwareDatetime, AfterValidator(_in_utc)]
 _Rate = Annotated[float | None, Field(ge=1e-6, le=1e12, allow_inf_nan=False)]
+_Total = Annotated[int | None, Field(ge=1, le=10**15)]
 _Count = Annotated[int | None, Field(ge=1, le=10**9)]
 
 
@@ -54,6 +55,10 @@ class KeyLimitsEntry(BaseModel):
     tokens_per_min: _Rate = Field(None, description="prompt and output tokens in a minute; turns wait past that")
     programs_count: _Count = Field(None, description="programs of this key that live at a time; more get 429")
     held_turns_count: _Count = Field(None, description="turns of this key that wait for a lease; more get 429")
+    program_max_turns: _Count = Field(None, description="turns of each of its programs; further ones get 410")
+    program_max_tokens: _Total = Field(None, description="tokens of prompts and answers of each; then 410")
+    program_max_age_s: _Rate = Field(None, description="age of each, in seconds; then its turns get 410")
+    program_deadline_s: _Rate = Field(None, description="deadline of each, in seconds after its first turn arrived")
 
 
 class KeyEntry(KeyLimitsEntry):
@@ -66,7 +71,7 @@ class KeyEntry(KeyLimitsEntry):
 
     def key(self) -> Key:
         """Return the key."""
-        limits = KeyLimits(self.turns_per_min, self.tokens_per_min, self.programs_count, self.held_turns_count)
+        limits = KeyLimits(**{name: getattr(self, name) for name in KeyLimitsEntry.model_fields})
         expires_s = inf if self.expires is None else self.expires.timestamp()
         return Key(self.name, bytes.fromhex(self.sha256), self.admin, expires_s, limits)
 
@@ -91,7 +96,8 @@ def read_keys(path: Path) -> list[KeyEntry]:
     except ValidationError as error:
         raise ConfigurationError(f"keys_file: {path}: {'; '.join(faults_of(error, whole='it'))}") from error
     except OSError as error:
-        raise ConfigurationError(f"keys_file: cannot read {path}: {error.strerror}") from error
+        hint = f"; `thunderagent key NAME --keys-file {path}` makes it" if isinstance(error, FileNotFoundError) else ""
+        raise ConfigurationError(f"keys_file: cannot read {path}: {error.strerror}{hint}") from error
 
 
 def write_keys(path: Path, entries: list[KeyEntry]) -> None:

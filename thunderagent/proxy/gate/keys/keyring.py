@@ -18,6 +18,7 @@ from secrets import token_urlsafe
 from multidict import CIMultiDict, CIMultiDictProxy, MultiMapping
 
 from thunderagent.errors import AdminKeyNeededError, ConfigurationError, KeyNeededError
+from thunderagent.programs.model.records.limits import ProgramLimits
 
 KEY_HEADER = "X-ThunderAgent-Key"
 """Our own header: a client that uses it keeps `Authorization` for the engine."""
@@ -44,6 +45,17 @@ class KeyLimits:
     """Programs that live at a time."""
     held_turns_count: int | None = None
     """Turns that wait for a lease at a time."""
+    program_max_turns: int | None = None
+    program_max_tokens: int | None = None
+    program_max_age_s: float | None = None
+    program_deadline_s: float | None = None
+    """Limits of each of its programs; so are those before."""
+
+    @property
+    def program(self) -> ProgramLimits | None:
+        """What each of its programs may use; None if nothing limits that."""
+        limits = (self.program_max_turns, self.program_max_tokens, self.program_max_age_s, self.program_deadline_s)
+        return None if limits == (None, None, None, None) else ProgramLimits(*limits)
 
 
 NO_LIMITS = KeyLimits()
@@ -120,6 +132,11 @@ class Keyring:
     def has_data_keys(self) -> bool:
         """Whether data needs a key."""
         return self._has_file or any(not key.is_admin for key in self._lined)
+
+    @property
+    def has_several_data_keys(self) -> bool:
+        """Whether keys share what there is."""
+        return sum(not key.is_admin for key in self.keys) > 1
 
     @property
     def has_admin_keys(self) -> bool:

@@ -123,6 +123,14 @@ class Answer:
             self._body = self._taken()
         return self._body
 
+    def peek(self) -> bytes:
+        """Return what has arrived and was not read; it stays unread."""
+        if self._body is not None:
+            return self._body
+        if len(self._pieces) > 1:
+            self._pieces = [b"".join(self._pieces)]
+        return self._pieces[0] if self._pieces else b""
+
     async def next_piece(self) -> bytes:
         """Return the next part of the body; empty at its end. Raises a kind of `Failure`."""
         while not self._pieces:

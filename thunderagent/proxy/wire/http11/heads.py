@@ -68,6 +68,7 @@ _LENGTH_LINES: Final = (b"\r\nContent-Length: ", b"\r\ncontent-length: ")
 """Where a length stands, as nearly all spell it. A head that spells it in another way is known by all of its bytes."""
 _HOST, _CONNECTION = istr("Host"), istr("Connection")
 TRANSFER_ENCODING: Final = istr("Transfer-Encoding")
+CONTENT_ENCODING: Final = istr("Content-Encoding")
 CONTENT_LENGTH: Final = istr("Content-Length")
 DATE: Final = istr("Date")
 _ASCII: Final = bytes(range(0x21, 0x7F)).decode()

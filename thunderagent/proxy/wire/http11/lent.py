@@ -14,7 +14,6 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from thunderagent.proxy.wire.failures import NotHttpError
 from thunderagent.proxy.wire.http11.chunks import Chunks
 from thunderagent.proxy.wire.http11.heads import CHUNKED, RequestHead
 
@@ -77,20 +76,20 @@ class Lent(asyncio.Transport):
         return not (self._is_endless or is_awaited)
 
     def begin(self, head: bytes, data: bytes) -> bytes:
-        """Pass the head and its part of `data` to the borrower; return the rest."""
+        """Pass the head and its part of `data` to the borrower; return the rest. Raises as `feed` does."""
         assert self._borrower is not None
         self._borrower.connection_made(self)
         self._borrower.data_received(head)
         return data if self.is_whole or not data else self.feed(data)
 
     def feed(self, data: bytes) -> bytes:
-        """Pass its part of `data` to the borrower; return the rest."""
+        """Pass its part of `data` to the borrower; return the rest.
+
+        Raises `NotHttpError` for chunks that are none: the borrower would wait for the rest of a body.
+        """
         rest = b""
         if self._chunks is not None and not self._is_endless:
-            try:
-                self._chunks.feed(data)
-            except NotHttpError:
-                self._is_endless = True  # the borrower will report it, and nothing that follows is a request
+            self._chunks.feed(data)
         elif not self._is_endless:
             data, rest = data[: self._left_bytes], data[self._left_bytes :]
             self._left_bytes -= len(data)

@@ -114,7 +114,12 @@ class Connection:
         if asked is not None and not asked.is_whole:
             self._feed(asked, data)
         elif lent is not None and not lent.is_whole:
-            self._keep(lent.feed(data))
+            try:
+                rest = lent.feed(data)
+            except NotHttpError as error:
+                self._refuse(error)
+            else:
+                self._keep(rest)
         elif asked is not None or lent is not None:
             self._keep(data)
         else:
@@ -250,7 +255,11 @@ class Connection:
         else:
             self._lent = Lent(self, self.transport, head, self._settings.router.borrower())
             rest, self._buffer = self._buffer, b""
-            self._buffer = self._lent.begin(raw, rest)
+            try:
+                self._buffer = self._lent.begin(raw, rest)
+            except NotHttpError as error:
+                self._refuse(error)
+                return
         if self._has_ended:
             self._ask_for_sign()
 
@@ -304,14 +313,16 @@ class Connection:
     def _refuse(self, error: NotHttpError) -> None:
         """Answer invalid input with 400, or cut an answer that has begun, and end."""
         log.info("request_is_not_http", why=str(error))
-        asked, task, transport = self._asked, self._task, self.transport
-        self._asked = self._task = None
+        asked, lent, task, transport = self._asked, self._lent, self._task, self.transport
+        self._asked = self._lent = self._task = None
+        if lent is not None:
+            lent.lost(None)
         if asked is not None:
             asked.is_over = True
             asked.left()
         if task is not None:
             task.cancel()
-        if transport is None or (asked is not None and asked.begun):
+        if transport is None or (asked is not None and asked.begun) or (lent is not None and lent.begun):
             self.cut()
             return
         transport.write(refusal(str(error)))

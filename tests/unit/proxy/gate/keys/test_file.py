@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import pytest
+from pydantic import ValidationError
 from structlog.testing import capture_logs
 
 from thunderagent.errors import ConfigurationError, KeyExistsError, NotFoundError
@@ -95,6 +96,18 @@ def test_a_file_that_is_wrong_is_refused(text: str, why: str, tmp_path: Path) ->
     with pytest.raises(ConfigurationError, match="keys_file: ") as refused:
         read_keys(path)
     assert why in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("limit", "most"),
+    [("programs_count", 10**9), ("held_turns_count", 10**9), ("turns_per_min", 10**12), ("tokens_per_min", 10**12)],
+)
+def test_a_limit_has_a_bound(limit: str, most: int) -> None:
+    """One beyond it is a mistake, and no number that arithmetic takes."""
+    assert KeyLimitsEntry(**{limit: most})
+    for absurd in (most + 1, 10**400, 0, -1):
+        with pytest.raises(ValidationError):
+            KeyLimitsEntry(**{limit: absurd})
 
 
 @pytest.mark.parametrize("text", ["9999-12-31T23:59:59.999999Z", "0001-01-01T00:00:00Z"])

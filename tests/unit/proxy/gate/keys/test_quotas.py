@@ -255,7 +255,7 @@ async def test_a_turn_whose_key_is_revoked_while_it_waits_is_refused(waits_for: 
     keyring = Keyring(has_file=True)
     keyring.set_filed([replace(revoked, digest=digest_of("revoked")), replace(kept, digest=digest_of("kept"))])
     quotas = Quotas(registry, lambda _: False, lambda _: 100)
-    settings = GuardSettings(rate_limit_per_s=20, rate_limit_burst_count=1)
+    settings = GuardSettings(rate_limit_per_s=2, rate_limit_burst_count=1)
     guard = Guard(settings, keyring, registry, Logins(), HeldTurns(NO_HELD_LIMITS, registry), quotas)
     served: list[str] = []
 
@@ -274,7 +274,7 @@ async def test_a_turn_whose_key_is_revoked_while_it_waits_is_refused(waits_for: 
         check_key(revoked, keyring, for_admin=False)
         await quotas.wait(revoked)
         quotas.heard(TurnArrived(0.0, 1, "p"), [])
-        quotas.heard(TurnFinished(0.0, 1, 60_050, 0), [])
+        quotas.heard(TurnFinished(0.0, 1, 60_500, 0), [])
     else:
         await asyncio.gather(asked("revoked"), asked("kept"))
         served.clear()

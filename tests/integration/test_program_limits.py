@@ -1,0 +1,143 @@
+"""Limits and deadlines of programs on the wire: by header, key and option; and turns that end with their program."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.support import (
+    CHAT,
+    FakeReplica,
+    Gate,
+    Header,
+    RunningProxy,
+    answers,
+    fake_replica,
+    get,
+    post,
+    running_proxy,
+    turn,
+    until,
+)
+from thunderagent.proxy.gate.keys.file import KeyLimitsEntry, add_key
+
+LIMITS = "X-Program-Limits"
+
+
+def named(program_id: str, limits: str = "") -> tuple[Header, ...]:
+    """Return the headers of a program's turn."""
+    return (("X-Program-ID", program_id), *(((LIMITS, limits),) if limits else ()))
+
+
+@pytest.mark.parametrize(
+    ("path", "where"),
+    [(CHAT, "code"), ("/v1/responses", "code"), ("/v1/messages", "code")],
+)
+async def test_a_turn_past_a_limit_is_refused_in_the_callers_schema(
+    replica: FakeReplica, proxy: RunningProxy, path: str, where: str
+) -> None:
+    """The engine never sees it, and no client tries it again: 410."""
+    headers = named("a", "max_turns=1, max_age_s=3600")
+    assert (await post(proxy.url, path, turn(), *headers)).status == 200
+    refused = await post(proxy.url, path, turn(), *headers)
+    assert refused.status == 410
+    assert "max_turns" in refused.body.decode()
+    assert len(replica.calls) == 1
+    assert int(refused.header("X-Hold-Ms") or "-1") >= 0
+    assert refused.json()["error"][where] == "program_limit"
+    said = (await get(proxy.url, "/programs/a")).json()
+    assert (said["max_turns"], said["max_age_s"], said["max_tokens"], said["urgent"]) == (1, 3600.0, None, False)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "rubbish",
+        "max_turns=-1",
+        "max_turns=0",
+        "max_turns=1.5",
+        "max_turns=nan",
+        "max_turns=" + "9" * 400,
+        "max_turns=1, max_turns=2",
+        "deadline_s=nan",
+        "deadline_s=inf",
+        "deadline_s=-3",
+        "max_age_s=1e300",
+        "max_tokens=\u0664",
+        "end=never",
+        "",
+    ],
+)
+async def test_a_wrong_limit_is_refused(replica: FakeReplica, proxy: RunningProxy, wrong: str) -> None:
+    """It limits nothing silently, and nothing is forwarded."""
+    header = (LIMITS, wrong.encode().decode("latin-1"))
+    refused = await post(proxy.url, CHAT, turn(), ("X-Program-ID", "a"), header)
+    assert refused.status == 400
+    assert replica.calls == []
+
+
+async def test_a_header_that_comes_twice_says_each_limit_once(replica: FakeReplica, proxy: RunningProxy) -> None:
+    """Two headers are one list; the same limit in both is refused."""
+    both = (("X-Program-ID", "a"), (LIMITS, "max_turns=1"), (LIMITS, "max_turns=9"))
+    assert (await post(proxy.url, CHAT, turn(), *both)).status == 400
+    both = (("X-Program-ID", "a"), (LIMITS, "max_turns=1"), (LIMITS, "max_age_s=9"))
+    assert (await post(proxy.url, CHAT, turn(), *both)).status == 200
+    assert (await post(proxy.url, CHAT, turn(), *both)).status == 410
+    assert len(replica.calls) == 1
+
+
+async def test_a_program_that_ends_at_its_limit_is_gone(proxy: RunningProxy) -> None:
+    """Its memory is free after the last turn; the id is refused until it is released."""
+    headers = named("a", "max_turns=1, end=finish")
+    assert (await post(proxy.url, CHAT, turn(), *headers)).status == 200
+    assert (await get(proxy.url, "/programs/a")).status == 404
+    assert (await post(proxy.url, CHAT, turn(), *named("a"))).status == 410
+    await post(proxy.url, "/programs/release", {"program_id": "a"})
+    assert (await post(proxy.url, CHAT, turn(), *named("a"))).status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body", "code"),
+    [
+        ("/programs/release", {"program_id": "a", "abort": True}, "program_released"),
+        ("/programs/release", {"program_ids": ["a", "b"], "abort": True}, "program_released"),
+        ("/operations/kill", {"program_id": "a", "abort": True}, "program_killed"),
+    ],
+)
+async def test_the_end_of_a_program_may_abort_its_turns(
+    path: str, body: dict[str, Any], code: str, *, stream: bool
+) -> None:
+    """The engine sees its client leave, and the caller is told why."""
+    gate = Gate()
+    async with fake_replica(gate) as replica, running_proxy(replica.url) as proxy:
+        running = asyncio.create_task(post(proxy.url, CHAT, turn(stream=stream), *named("a")))
+        await until(lambda: len(replica.calls) == 1)
+        assert (await post(proxy.url, path, body)).status == 200
+        answer = await running
+        assert (answer.status, answer.json()["error"]["code"]) == (410, code)
+        await until(lambda: proxy.runtime.leases_count == 0)
+
+
+async def test_the_least_of_header_key_and_option_counts(tmp_path: Path) -> None:
+    """No client raises the limit of its key, and no key that of the proxy."""
+    file = tmp_path / "keys.json"
+    few = add_key(file, "few", admin=False, expires=None, limits=KeyLimitsEntry(program_max_turns=2))
+    many = add_key(file, "many", admin=False, expires=None, limits=KeyLimitsEntry(program_max_turns=50))
+    async with (
+        fake_replica(answers()) as replica,
+        running_proxy(replica.url, keys_file=file, program_max_turns=3) as proxy,
+    ):
+
+        async def allowed_count(program_id: str, key: str, limits: str) -> int:
+            """Return how many of five turns are answered."""
+            headers = (*named(program_id, limits), ("Authorization", f"Bearer {key}"))
+            return sum([(await post(proxy.url, CHAT, turn(), *headers)).status == 200 for _ in range(5)])
+
+        assert await allowed_count("a", few, "max_turns=100") == 2
+        assert await allowed_count("b", many, "max_turns=100") == 3
+        assert await allowed_count("c", many, "") == 3
+        assert await allowed_count("d", many, "max_turns=1") == 1

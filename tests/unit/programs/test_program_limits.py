@@ -1,0 +1,190 @@
+"""Limits of a program: which turns are refused, which programs end, and who comes first for a deadline."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.builders import Driver
+from thunderagent.programs.handlers.adoption import record_of
+from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.records.kept import ProgramsAdopted
+from thunderagent.programs.model.records.limits import ProgramLimits, least_of
+from thunderagent.programs.policies.breakeven import BreakEven
+from thunderagent.programs.rules.program_limits import FREE_COUNT
+
+TIMES_S = 60.0
+
+
+def takes(driver: Driver, program_id: str, limits: ProgramLimits | None, *, took_s: float = 1.0) -> int:
+    """Let a program take a turn of 100 tokens, and 10 of its answer; return its id."""
+    turn_id = driver.arrives(program_id, 100, limits=limits)
+    if turn_id in driver.granted_on:
+        driver.now_s += took_s
+        driver.finishes(turn_id, 100, 10)
+    return turn_id
+
+
+@pytest.mark.parametrize(
+    ("limits", "turn_count", "reason"),
+    [
+        (ProgramLimits(max_turns=2), 2, Reason.MAX_TURNS),
+        (ProgramLimits(max_tokens=220), 2, Reason.MAX_TOKENS),
+        (ProgramLimits(max_tokens=221), 3, Reason.MAX_TOKENS),
+        (ProgramLimits(max_age_s=2.0), 2, Reason.MAX_AGE),
+        (ProgramLimits(deadline_s=2.0), 2, Reason.DEADLINE),
+    ],
+)
+@pytest.mark.parametrize("ends", [False, True])
+def test_the_turn_after_a_limit_is_refused(
+    limits: ProgramLimits, turn_count: int, reason: Reason, *, ends: bool
+) -> None:
+    """The program lives on, or ends with the turn that reaches it; its turns are refused until it is released."""
+    driver = Driver()
+    limits = limits._replace(ends=ends)
+    for _ in range(turn_count):
+        assert takes(driver, "a", limits) in driver.granted_on
+    assert ("a" in driver.scheduler.programs) is not ends
+    for _ in range(2):
+        assert driver.rejected_for[takes(driver, "a", limits)] is reason
+    driver.releases("a")
+    assert takes(driver, "a", limits) in driver.granted_on
+
+
+def test_turns_beside_each_other_count() -> None:
+    """A client that sends its turns all at once gets no more."""
+    driver = Driver()
+    limits = ProgramLimits(max_turns=3)
+    turn_ids = [driver.arrives("a", 100, branch=f"b{number}", limits=limits) for number in range(5)]
+    assert [driver.rejected_for.get(each) for each in turn_ids] == [None] * 3 + [Reason.MAX_TURNS] * 2
+
+
+def test_another_attempt_at_a_turn_is_the_same_turn() -> None:
+    """A turn whose replica failed it may be tried again, though it was the last."""
+    driver = Driver()
+    limits = ProgramLimits(max_turns=1)
+    first = driver.arrives("a", 100, limits=limits)
+    driver.fails(first)
+    again = driver.arrives("a", 100, instead_of=first, limits=limits)
+    assert again in driver.granted_on
+    driver.finishes(again, 100, 10)
+    assert driver.rejected_for[takes(driver, "a", limits)] is Reason.MAX_TURNS
+
+
+def test_no_turn_raises_a_limit() -> None:
+    """The least of all turns' words counts, also for one that says nothing."""
+    driver = Driver()
+    takes(driver, "a", ProgramLimits(max_turns=2))
+    takes(driver, "a", ProgramLimits(max_turns=100, ends=False))
+    assert driver.rejected_for[takes(driver, "a", None)] is Reason.MAX_TURNS
+
+
+def test_the_least_of_two_limits_counts() -> None:
+    """Each of them has something to say."""
+    one, other = ProgramLimits(5, None, 7.0, None, 3), ProgramLimits(6, 8, 2.0, None, None, ends=True)
+    assert least_of(one, other) == ProgramLimits(5, 8, 2.0, None, 3, ends=True)
+    assert least_of(None, other) is other
+    assert least_of(one, None) is one
+
+
+def test_limits_go_on_after_a_takeover() -> None:
+    """A record carries them, with what was used of them."""
+    driver, later = Driver(), Driver()
+    limits = ProgramLimits(max_turns=2)
+    takes(driver, "a", limits)
+    record = record_of(driver.scheduler.programs["a"], driver.scheduler.book)
+    later.send(ProgramsAdopted(later.now_s, "r0", (record,)))
+    assert takes(later, "a", None) in later.granted_on
+    assert later.rejected_for[takes(later, "a", None)] is Reason.MAX_TURNS
+
+
+# --- deadlines ------------------------------------------------------------------------------------------------------
+
+
+def test_a_deadline_that_cannot_be_met_is_said_at_once() -> None:
+    """A new program's turns would take longer than that, even half as long each as turns take alone."""
+    driver = Driver()
+    for number in range(40):
+        turn_id = driver.arrives(f"known-{number}", 100)
+        driver.starts(turn_id)
+        driver.now_s += 10.0
+        driver.finishes(turn_id, 100, 100)
+        driver.releases(f"known-{number}")
+    turn_s = driver.scheduler.knowledge.ideal_turn_s("")
+    assert turn_s > 5.0
+    unmet = driver.arrives("late", 100, limits=ProgramLimits(deadline_s=4.9 * turn_s, turns=10))
+    assert driver.rejected_for[unmet] is Reason.DEADLINE_UNMET
+    assert "late" not in driver.scheduler.programs
+    assert driver.arrives("fits", 100, limits=ProgramLimits(deadline_s=5.1 * turn_s, turns=10)) in driver.granted_on
+
+
+def test_nothing_is_impossible_where_nothing_is_known() -> None:
+    """Without a finished turn anywhere, only a deadline that has passed is refused."""
+    driver = Driver()
+    turn_id = driver.arrives("a", 100, limits=ProgramLimits(deadline_s=0.001, turns=10**9))
+    assert turn_id in driver.granted_on
+
+
+def full_driver(count: int = 1) -> Driver:
+    """Return a driver with one replica, full, for which `count` programs wait."""
+    driver = Driver(BreakEven(reserve_tokens=0, low_ratio=1.0), replicas={"r0": 1000})
+    driver.arrives("first", 1000)
+    for number in range(count):
+        driver.arrives(f"waits-{number}", 900)
+    return driver
+
+
+def test_a_program_that_would_miss_its_deadline_comes_first() -> None:
+    """It waits its turn until half of its time is over; then it passes those before it."""
+    driver = full_driver(3)
+    held = driver.arrives("urgent", 900, limits=ProgramLimits(deadline_s=TIMES_S))
+    queue = driver.scheduler.queue
+    assert queue.first_waiting(1)[0].program_id == "waits-0"
+    driver.now_s += TIMES_S / 2 + 1.0
+    driver.ticks()
+    assert queue.first_waiting(1)[0].program_id == "urgent"
+    driver.finishes(1, 1000, 0)
+    driver.releases("first")
+    assert held in driver.granted_on
+    assert queue.first_waiting(1)[0].program_id == "waits-0"
+
+
+def test_the_earliest_deadline_comes_first_of_the_urgent() -> None:
+    """Whoever came first."""
+    driver = full_driver()
+    driver.arrives("later", 900, limits=ProgramLimits(deadline_s=TIMES_S))
+    driver.arrives("sooner", 900, limits=ProgramLimits(deadline_s=TIMES_S - 5.0))
+    driver.now_s += TIMES_S / 2 + 1.0
+    driver.ticks()
+    assert [each.program_id for each in driver.scheduler.queue.first_waiting(3)] == ["sooner", "later", "waits-0"]
+
+
+def test_deadlines_take_only_a_part_of_the_order() -> None:
+    """However many programs want to be first: the others are not passed by all of them."""
+    driver = full_driver()
+    for number in range(3 * FREE_COUNT):
+        driver.arrives(f"urgent-{number}", 900, limits=ProgramLimits(deadline_s=TIMES_S))
+    driver.now_s += TIMES_S / 2 + 1.0
+    driver.ticks()
+    names = [each.program_id for each in driver.scheduler.queue.first_waiting(3 * FREE_COUNT)]
+    assert names.index("waits-0") == FREE_COUNT
+
+
+def test_a_held_turn_is_refused_at_its_deadline() -> None:
+    """Its client need not wait for what comes too late."""
+    driver = full_driver()
+    held = driver.arrives("late", 900, limits=ProgramLimits(deadline_s=TIMES_S))
+    driver.now_s += TIMES_S + 1.0
+    driver.ticks()
+    assert driver.rejected_for[held] is Reason.DEADLINE
+
+
+def test_a_turn_that_leaves_the_queue_is_no_longer_urgent() -> None:
+    """Its client left: what is left of its program has no place before others."""
+    driver = full_driver()
+    held = driver.arrives("urgent", 900, limits=ProgramLimits(deadline_s=TIMES_S))
+    driver.now_s += TIMES_S / 2 + 1.0
+    driver.ticks()
+    driver.is_abandoned(held)
+    driver.now_s += TIMES_S
+    driver.ticks()
+    assert driver.scheduler.core.program_limits.due_s == float("inf")
