@@ -254,6 +254,12 @@ POLLS: dict[str, tuple[str, Callable[[], bytes], str]] = {
         lambda: _exposition(b"".join(b'vllm:num_requests_running{engine="%d"} 1\n' % each for each in range(90_000))),
         "samples",
     ),
+    "long lines": ("/metrics", lambda: _exposition((b"x" * 16_000 + b"\n") * 480 + b"#\n" * 100_000), "lines"),
+    "a long line after others": (
+        "/metrics",
+        lambda: _exposition((b"x" * 16_000 + b"\n") * 64 + b"x" * 16_385),
+        "characters",
+    ),
     "a long line": ("/metrics", lambda: _exposition(b'vllm:num_requests_running{a="' + b"x" * 2**20), "characters"),
     "packed metrics": ("/metrics", _packed, "sent more than"),
     "models without end": ("/v1/models", lambda: ENDLESS, "sent more than"),
