@@ -60,7 +60,7 @@ HISTORIES: dict[str, tuple[str, dict[str, Setting], SchedulerSettings]] = {
     ),
     "history-tenants": (
         "breakeven",
-        {"hold_ratio": 40.0, "reserve_tokens": 300, "foresight_ratio": 2.0, "wait_ratio": 0.3},
+        {"hold_ratio": 40.0, "reserve_tokens": 400, "foresight_ratio": 2.0, "wait_ratio": 0.3},
         replace(histories.SETTINGS, fair_tenants=True),
     ),
     "history-admission": (

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.builders import Driver, ended, known_price
 from thunderagent.programs.learned.holding import (
     CLAIMED_RATIO,
+    ENOUGH_RETURNS_COUNT,
     ENOUGH_TURNS_COUNT,
     HOLDING_GAIN_RATIO,
     NOTHING_HELD,
@@ -38,13 +39,14 @@ SEEN = TurnMeansRecord(
     output_tokens=10.0,
     program_count=0,
     program_turn_count=0.0,
+    grown_tokens=256.0,
 )
 """Turns of programs that never end: each brings 100 tokens, and loses 1,000 if it is not held."""
 
 DEAR, CHEAP = EngineCosts(1e-3, 0.01, 0.0), EngineCosts(1e-6, 0.01, 0.0)
 """Of a prompt token, an iteration, and a sequence in it."""
 
-QUICK = Returns((2.0,), (1.0,), (1.0,))
+QUICK = Returns((2.0,), (1.0,), (1.0,), 100.0)
 """All come back within two seconds: after one second in the mean."""
 
 MEMORY_TOKENS = 10_000.0
@@ -86,7 +88,7 @@ def test_an_engine_short_of_compute_holds_and_gains_what_two_equations_say() -> 
 
 def test_fewer_than_one_turn_at_once_leaves_the_engine_idle_meanwhile() -> None:
     """Half of a turn at once takes 1.1 + 0.1 s each."""
-    planned = plan(returns=Returns((1.0,), (0.0,), (0.0,)), memory_tokens=500.0)
+    planned = plan(returns=Returns((1.0,), (0.0,), (0.0,), 100.0), memory_tokens=500.0)
     assert planned.turns_per_s == pytest.approx(0.5 / 1.2)
 
 
@@ -110,7 +112,7 @@ def test_an_engine_short_of_memory_holds_nothing_where_prefill_is_cheap() -> Non
 
 @pytest.mark.parametrize("costs", [DEAR, CHEAP])
 def test_programs_that_never_come_back_are_not_held(costs: EngineCosts) -> None:
-    planned = plan(costs, returns=Returns((1.0, 10.0), (0.0, 0.0), (0.0, 0.0)))
+    planned = plan(costs, returns=Returns((1.0, 10.0), (0.0, 0.0), (0.0, 0.0), 100.0))
     assert planned.threshold_s == 0.0
     assert planned.turns_per_s == planned.unheld_turns_per_s > 0.0
 
@@ -127,16 +129,16 @@ def test_programs_of_one_turn_are_not_held() -> None:
 
 def test_tools_are_held_up_to_where_the_next_second_pays_no_more() -> None:
     """Half come back in a second, the others within hours: one over the rate of the first is the threshold."""
-    returns = Returns((1.0, 10_000.0), (0.5, 0.5), (2 / 3, 1e-4))
+    returns = Returns((1.0, 10_000.0), (0.5, 0.5), (2 / 3, 1e-4), 100.0)
     planned = plan(returns=returns)
     assert planned.threshold_s == pytest.approx(1.5 * SLACK_RATIO)
-    both_quick = Returns((1.0, 1.0), (0.5, 0.5), (2 / 3, 0.5))
+    both_quick = Returns((1.0, 1.0), (0.5, 0.5), (2 / 3, 0.5), 100.0)
     assert plan(returns=both_quick).threshold_s == pytest.approx(2.0 * SLACK_RATIO)
 
 
 def test_all_are_held_where_a_stretch_without_returns_is_passed_for_more() -> None:
     """No threshold is long enough to pass it."""
-    assert plan(returns=Returns((0.1, 0.1, 0.1), (0.5, 0.0, 1.0), (5.0, 0.0, 20.0))).threshold_s == inf
+    assert plan(returns=Returns((0.1, 0.1, 0.1), (0.5, 0.0, 1.0), (5.0, 0.0, 20.0), 100.0)).threshold_s == inf
 
 
 def test_a_small_gain_is_no_reason_to_hold() -> None:
@@ -155,7 +157,7 @@ def test_a_small_gain_is_no_reason_to_hold() -> None:
 
 def test_the_dearer_a_token_the_longer_tools_are_held() -> None:
     """On no step of the price is it shorter; in the end it is longer than at first."""
-    returns = ToolTimes().returns()
+    returns = ToolTimes().returns()._replace(seen_count=100.0)
     thresholds_s = [plan(EngineCosts(1e-6 * 2**step, 0.01, 1e-4), returns=returns).threshold_s for step in range(20)]
     assert all(before <= after for before, after in pairwise(thresholds_s))
     assert 0.0 == thresholds_s[0] < thresholds_s[-1]
@@ -180,9 +182,11 @@ def test_claims_hold_a_reserve_and_of_the_corrected_memory_alone() -> None:
 
 
 def test_while_too_little_is_known_nothing_is_held() -> None:
-    """Cases are few turns, turns of nothing, and a memory of no size or an unknown one."""
+    """Cases are few turns, few returns, turns of nothing, and a memory of no size or an unknown one."""
     assert plan(means=means_of(count=ENOUGH_TURNS_COUNT - 1)) == NOTHING_HELD
     assert plan(means=means_of(count=ENOUGH_TURNS_COUNT)) == plan() != NOTHING_HELD
+    assert plan(returns=QUICK._replace(seen_count=ENOUGH_RETURNS_COUNT - 1)) == NOTHING_HELD
+    assert plan(returns=QUICK._replace(seen_count=ENOUGH_RETURNS_COUNT)) == plan()
     assert plan(means=TurnMeans()) == NOTHING_HELD
     assert plan(means=means_of(held_tokens=0.0)) == NOTHING_HELD
     for memory_tokens in (0.0, inf):
@@ -207,7 +211,7 @@ def test_a_plan_is_never_worse_than_no_plan(
     planned = plan(
         EngineCosts(token_s, iteration_s, sequence_s),
         means_of(program_count=1, program_turn_count=turns),
-        times.returns(),
+        times.returns()._replace(seen_count=100.0),
         memory_tokens=memory_tokens,
     )
     if planned.threshold_s:
@@ -304,12 +308,13 @@ def restarted(
     *,
     seen: TurnMeansRecord | None = SEEN,
     iteration_s: float = 0.01,
+    tools_count: int = 1000,
     replicas: dict[str, int | None] | None = None,
     **settings: float,
 ) -> Driver:
     """A driver whose scheduler learned all this before it was restarted, and that tools take a second."""
     knowledge = Knowledge()
-    for _ in range(1000):
+    for _ in range(tools_count):
         knowledge.tool_times.returned("", 1.0)
     price: tuple[ReplicaPriceRecord, ...] = ()
     if token_s is not None:
@@ -363,6 +368,16 @@ def test_where_holding_does_not_pay_turns_alone_fill_the_memory() -> None:
     assert [turn in driver.granted_on for turn in turns].count(True) == 5
     driver.finishes(turns[0], 1500)
     assert turns[5] in driver.granted_on
+
+
+def test_programs_of_one_turn_that_say_no_end_are_not_held() -> None:
+    """Nobody has come back yet: a guess of when they will would keep newcomers out."""
+    driver = restarted(1e-3, tools_count=0)
+    for number in range(8):
+        driver.takes_turn(f"done{number}", 1000)
+    assert driver.scheduler.view.hold_threshold_s("r0") == 0.0
+    turns = [driver.arrives(f"p{number}", 1000) for number in range(7)]
+    assert all(turn in driver.granted_on for turn in turns)
 
 
 def test_a_plan_stays_for_a_while() -> None:

@@ -25,7 +25,8 @@ turns a second both together fill the memory C:
 B and X follow from the two equations. With H = 0 nothing is held, and turns alone fill the memory; with H = inf
 everything is held. Where prefill is cheap, or contexts are small, or programs rarely come back, H = 0 is best. P and E
 are those of all tools together (`tool_times.py`): engines evict what was not used for longest, whoever's it is, so
-memory cannot be kept for quick tools alone for long.
+memory cannot be kept for quick tools alone for long. Until some programs came back nothing is held: programs of one
+turn that do not say their end look like programs whose tools run.
 
 **The threshold.** H is where one more second of holding no longer pays for all tools together. So one over the lowest
 return rate up to there is what a lost token is worth in seconds of holding; each tool is held by that. That is the
@@ -49,6 +50,9 @@ LEARNING_RATIO: Final = 0.01
 
 ENOUGH_TURNS_COUNT: Final = 16
 """Before this many turns nothing is planned, and nobody is held."""
+
+ENOUGH_RETURNS_COUNT: Final = 8
+"""Before this many programs came back from their tools nobody is held: perhaps none ever does."""
 
 REFRESH_S: Final = 5.0
 """How long a plan stays."""
@@ -78,11 +82,13 @@ class Returns(NamedTuple):
     """When programs come back from their tools: for each interval of a grid its length, and the part that returns.
 
     `return_ratios` are of those still away at its start; `rates_per_s` are the return rates there (`tool_times.py`).
+    `seen_count` were seen to come back: what they do not tell is a guess.
     """
 
     lengths_s: Sequence[float]
     return_ratios: Sequence[float]
     rates_per_s: Sequence[float]
+    seen_count: float
 
 
 class HoldingPlan(NamedTuple):
@@ -100,10 +106,11 @@ NOTHING_HELD: Final = HoldingPlan(0.0, 0.0, 0.0)
 
 
 class TurnMeans:
-    """Means over turns, in tokens: what they hold while they run, bring, leave in memory, and generate."""
+    """Means over turns, in tokens: what they hold while they run, bring, leave in memory, add, and generate."""
 
     __slots__ = (
         "count",
+        "grown_tokens",
         "held_tokens",
         "left_tokens",
         "new_tokens",
@@ -116,6 +123,8 @@ class TurnMeans:
         """Start with nothing seen."""
         self.count = self.program_count = 0
         self.held_tokens = self.new_tokens = self.left_tokens = self.output_tokens = 0.0
+        self.grown_tokens = 0.0
+        """What a turn adds to the context of its program; a program's first turn adds nothing."""
         self.program_turn_count = 0.0
         """Turns of an ended program."""
 
@@ -127,6 +136,7 @@ class TurnMeans:
         self.new_tokens += ratio * (ended.prompt_tokens - ended.known_tokens - self.new_tokens)
         self.left_tokens += ratio * (ended.prompt_tokens + ended.output_tokens - self.left_tokens)
         self.output_tokens += ratio * (ended.output_tokens - self.output_tokens)
+        self.grown_tokens += ratio * (max(0, ended.grown_tokens or 0) - self.grown_tokens)
 
     def program_ended(self, turn_count: int) -> None:
         """Learn how many turns an ended program had."""
@@ -150,18 +160,21 @@ class TurnMeans:
             self.output_tokens,
             self.program_count,
             self.program_turn_count,
+            self.grown_tokens,
         )
 
     def adopt(self, record: TurnMeansRecord) -> None:
         """Adopt another's content. Raises ValueError for impossible values."""
         for count in (record.count, record.program_count):
             check_range("count", count, (0, inf))
-        for tokens in (record.held_tokens, record.new_tokens, record.left_tokens, record.output_tokens):
-            check_range("tokens of turns", tokens, (0.0, MOST_TOKENS))
+        tokens = (record.held_tokens, record.new_tokens, record.left_tokens, record.output_tokens, record.grown_tokens)
+        for each in tokens:
+            check_range("tokens of turns", each, (0.0, MOST_TOKENS))
         least_count = 1.0 if record.program_count or record.program_turn_count else 0.0
         check_range("turns of programs", record.program_turn_count, (least_count, inf))
         self.count, self.held_tokens, self.new_tokens = record.count, record.held_tokens, record.new_tokens
         self.left_tokens, self.output_tokens = record.left_tokens, record.output_tokens
+        self.grown_tokens = record.grown_tokens
         self.program_count, self.program_turn_count = record.program_count, record.program_turn_count
 
 
@@ -183,7 +196,7 @@ def plan_holding(
     held_tokens = own_ratio * means.held_tokens
     if memory_tokens <= 0 or memory_tokens == inf or means.count < ENOUGH_TURNS_COUNT or held_tokens <= 0:
         return NOTHING_HELD
-    if not any(costs):
+    if not any(costs) or returns.seen_count < ENOUGH_RETURNS_COUNT:
         return NOTHING_HELD
     memory_tokens *= min(1.0, corrected_ratio)  # what is not there is there for nobody
     goes_on_ratio = means.goes_on_ratio
@@ -192,7 +205,8 @@ def plan_holding(
     claimed_ratio = CLAIMED_RATIO * max(1.0, corrected_ratio)
     places_count = claimed_ratio * memory_tokens / (held_tokens + reserve_tokens)
     threshold_s, lowest_per_s, away_ratio, away_s = 0.0, inf, 1.0, 0.0
-    for length_s, return_ratio, rate_per_s in zip(*returns, strict=True):
+    grid = zip(returns.lengths_s, returns.return_ratios, returns.rates_per_s, strict=True)
+    for length_s, return_ratio, rate_per_s in grid:
         away_s += away_ratio * length_s * (1.0 - return_ratio / 2)
         away_ratio *= 1.0 - return_ratio
         lowest_per_s = min(lowest_per_s, rate_per_s)

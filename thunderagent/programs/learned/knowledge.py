@@ -54,6 +54,9 @@ LATE_RETURNS_RATIO: Final = 0.99
 
 IDLE_LIMIT_FACTOR: Final = 2.0
 
+RESERVE_GUESS_WEIGHT: Final = 16.0
+"""Weight of the first guess of what a turn adds, in turns: as many as are seen before anything is planned."""
+
 TOOL_LEARNING_RATIO: Final = 0.05
 """Weight of the newest tool's time in the mean."""
 
@@ -67,7 +70,7 @@ class Knowledge:
     __slots__ = (
         "_corrections",
         "_known_capacities",
-        "_learns_reserve",
+        "_learns_quantile",
         "_output_tokens",
         "_plans",
         "_rules",
@@ -92,7 +95,7 @@ class Knowledge:
     def __init__(self, rules: ClaimRules | None = None) -> None:
         """Start with first guesses; `rules` say how claims are measured."""
         self._rules = rules or ClaimRules()
-        self._learns_reserve = self._rules.growth_quantile > 0
+        self._learns_quantile = self._rules.growth_quantile > 0
         self._turn_tokens = self._output_tokens = self._rules.reserve_tokens
         """What claims hold beyond contexts: for a whole turn, and for an answer alone."""
         self.tool_times = ToolTimes()
@@ -183,7 +186,6 @@ class Knowledge:
         self.media_sizes.adopt(learned.media_factors)
         self.hints.adopt(learned.hints)
         self.restore_pace.adopt(learned.restores)
-        self._measure_reserves()
         for known in learned.capacities if self._rules.adapt_capacity else ():
             if (correction := self._corrections.get(known.replica_id)) is not None:
                 correction.adopt(known)
@@ -193,6 +195,7 @@ class Knowledge:
         self.tiers.adopt(learned.tiers)
         if learned.turn_means is not None:
             self.turn_means.adopt(learned.turn_means)
+        self._measure_reserves()
 
     def _measure_reserves(self) -> None:
         """Compute what claims hold beyond contexts, if that is learned.
@@ -201,7 +204,11 @@ class Knowledge:
         event's time.
         """
         growth, rules = self.growth, self._rules
-        if self._learns_reserve:
+        if rules.learns_reserve:
+            means = self.turn_means
+            all_tokens = RESERVE_GUESS_WEIGHT * rules.reserve_tokens + means.count * means.grown_tokens
+            self._turn_tokens = int(all_tokens / (RESERVE_GUESS_WEIGHT + means.count))
+        elif self._learns_quantile:
             self._turn_tokens = growth.turn_tokens(rules.growth_quantile, rules.reserve_tokens)
             self._output_tokens = growth.output_tokens(rules.growth_quantile, rules.reserve_tokens)
 
@@ -391,7 +398,7 @@ class Knowledge:
         """Measure what a program claims: its context and what its next turn adds; separately its further growth."""
         reserve_tokens = self._turn_tokens
         turns = program.in_flight or program.held
-        if turns and self._learns_reserve:
+        if turns and self._learns_quantile:
             generated_tokens = 0
             for turn in turns.values():
                 if turn.output_tokens > generated_tokens:

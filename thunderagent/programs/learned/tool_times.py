@@ -204,7 +204,7 @@ class ToolTimes:
     def returns(self) -> Returns:
         """Return when programs came back from tools of all names together. Cost: O(intervals)."""
         ratios = self._all.return_ratios(self._guess, GUESS_WEIGHT)
-        return Returns(_LENGTHS_S, ratios, _return_rates(ratios))
+        return Returns(_LENGTHS_S, ratios, _return_rates(ratios), sum(self._all.returned))
 
     def return_rate_per_s(self, name: str, elapsed_s: float) -> float:
         """Return G for a tool that has run for `elapsed_s`."""

@@ -63,6 +63,7 @@ class ClaimRules:
     `half_life_s` is that of an acting program's weight in `AccountView.weighed_tokens`; `inf` never decays, 0 counts
     nothing. Beyond its context, every program claims what its next turn is expected to add. With a `growth_quantile`
     over 0 that is this quantile of what turns were seen to add; until then, and otherwise, it is `reserve_tokens`. With
+    `learns_reserve` it is what turns add in the mean, and `reserve_tokens` only a first guess. With
     `share_prefixes`, what programs on a replica share counts once in its demand. With `adapt_capacity`, the capacity is
     corrected by observed losses (`AccountView.limit_tokens`).
     """
@@ -70,6 +71,7 @@ class ClaimRules:
     half_life_s: float = inf
     reserve_tokens: int = 0
     growth_quantile: float = 0.0
+    learns_reserve: bool = False
     share_prefixes: bool = False
     adapt_capacity: bool = False
 

@@ -2,8 +2,8 @@
 
 Theory of operation
 ===================
-A replica's memory is claimed by programs: each claims its context and a reserve for its next turn, and what several
-prompts share is claimed once (`ClaimRules`). Five rules say who may claim it:
+A replica's memory is claimed by programs: each claims its context and what turns were seen to add in the mean, and what
+several prompts share is claimed once (`ClaimRules`). Five rules say who may claim it:
 
 **Hold or pause.** When a tool begins, its program keeps its claim: the next turn finds its history. Holding costs
 memory; pausing costs computing the history again. Which is worth more depends on what the engine is short of. So it is
@@ -75,8 +75,8 @@ class BreakEven:
     large number: pause nobody for memory.
     """
     reserve_tokens: int = 256
-    """What a claim holds beside its context, for the next turn. Raise it if turns outgrow their claims (preemptions,
-    `thrashing` with few programs).
+    """What a claim holds beside its context for growth, until that is learned: then it is what turns add in the mean.
+    The guess weighs as much as 16 turns. `0`: claims hold contexts alone.
     """
     foresight_ratio: float = 1.5
     """How far ahead newcomers leave room for growth, in β·C. Raise it if programs are paused soon after they came;
@@ -142,6 +142,7 @@ class BreakEven:
         """Return what claims hold beyond contexts."""
         return ClaimRules(
             reserve_tokens=self.reserve_tokens,
+            learns_reserve=self.reserve_tokens > 0,
             share_prefixes=self.share_prefixes,
             adapt_capacity=self.adapt_capacity,
         )

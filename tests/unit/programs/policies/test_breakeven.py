@@ -577,15 +577,34 @@ def test_nobody_is_expected_to_grow_beyond_the_mean() -> None:
     assert driver.program("a").growth_tokens == 0
 
 
-def test_every_program_claims_a_reserve_for_its_next_turn() -> None:
-    """It stays the same, whatever turns add."""
-    driver = driver_with(reserve_tokens=100)
-    opens(driver, a=400)
-    assert driver.demand() == 500
-    for _ in range(20):
-        driver.scheduler.knowledge.growth.turn_ended(grew(200, 40, 10.0))
-    driver.finishes(driver.arrives("a", 400), 400)
-    assert driver.demand() == 500
+def test_a_claim_holds_what_turns_were_seen_to_add() -> None:
+    """A guess of 100 tokens weighs as much as 16 turns; after many turns it is what they add in the mean."""
+    driver = driver_with(reserve_tokens=100, replicas={"r0": 10**6})
+    turn = driver.arrives("a", 400)
+    assert driver.demand() == 400 + 100
+    driver.finishes(turn, 400, 0)
+    assert driver.demand() == 400 + 100 * 16 // 17  # a first turn adds nothing
+    for number in range(1, 1000):
+        driver.takes_turn("a", 400 + 300 * number)
+    assert 400 + 300 * 999 + 294 <= driver.demand() <= 400 + 300 * 999 + 300
+
+
+def test_programs_of_one_turn_claim_no_more_than_they_need() -> None:
+    """Nobody was seen to go on, so nothing is kept for a next turn: as many as fit are let in."""
+    driver = driver_with(reserve_tokens=100, replicas={"r0": 1000})
+    for number in range(2000):
+        driver.takes_turn(f"done{number}", 100)
+        driver.releases(f"done{number}")
+    turns = [driver.arrives(f"p{number}", 100) for number in range(11)]
+    assert [turn in driver.granted_on for turn in turns].count(True) == 10
+
+
+def test_a_reserve_of_nothing_stays_nothing() -> None:
+    """Whatever turns add."""
+    driver = driver_with(replicas={"r0": 10**6})
+    for number in range(20):
+        driver.takes_turn("a", 400 + 300 * number)
+    assert driver.demand() == 400 + 300 * 19
 
 
 @pytest.mark.parametrize(("share_prefixes", "fitting_count"), [(True, 16), (False, 4)])

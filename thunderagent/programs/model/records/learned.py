@@ -46,7 +46,7 @@ class GrowthRecord:
 
 @dataclass(frozen=True, slots=True)
 class TurnMeansRecord:
-    """Means over turns, in tokens, and over how many: what they hold, bring, leave and generate; and of programs."""
+    """Means over turns, in tokens, and over how many: what they hold, bring, leave, generate and add; of programs."""
 
     count: int
     held_tokens: float
@@ -56,6 +56,8 @@ class TurnMeansRecord:
     program_count: int
     program_turn_count: float
     """Turns of an ended program, mean."""
+    grown_tokens: float = 0.0
+    """What a turn adds to its program; earlier versions did not keep it, then it is learned anew."""
 
 
 @dataclass(frozen=True, slots=True)
