@@ -310,7 +310,7 @@ class Runtime:
         return aborted_count
 
     def replica_aborted(self, replica_id: str) -> None:
-        """Record that a trainer aborts what runs on a replica, all or some of it."""
+        """Record that a trainer told a replica what may abort turns there, all or some of them."""
         self._aborted_s[replica_id] = self.now_s()
         self._fleet.aborted(replica_id)
 

@@ -261,7 +261,7 @@ class EngineControl:
         with contextlib.ExitStack() as stack:
             for replica_id in suspended_ids if suspends else ():
                 stack.enter_context(self._suspended(replica_id))
-            for replica_id in chain(*engines) if aborts or command.is_abort else ():
+            for replica_id in chain(*engines) if aborts or command.cuts else ():
                 self._runtime.replica_aborted(replica_id)
             if aborts:
                 aborted_count = sum(map(self._runtime.abort_held, suspended_ids))

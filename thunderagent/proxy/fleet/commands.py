@@ -193,6 +193,11 @@ class Command:
     harms_turns: bool = False
 
     @property
+    def cuts(self) -> bool:
+        """Return whether an engine may abort turns for it: vLLM does so for `/sleep`, whatever its mode."""
+        return self.is_abort or bool(self.leaves) or self.harms_turns
+
+    @property
     def needs_answer(self) -> bool:
         """Return whether it matters what a replica made of it that did not answer."""
         return bool(self.leaves or self.ends) or self.harms_turns
