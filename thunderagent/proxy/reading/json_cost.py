@@ -90,6 +90,8 @@ def list_of(raw: Raw) -> list[Raw] | None:
 
 def has_few_parts(body: bytes) -> bool:
     """Return whether each list in a body may be built as one of raw parts, whatever its texts hold."""
+    if len(body) <= 2 * MIN_LISTED_COUNT:  # a part and its comma take two
+        return True
     return _commas_in(body) <= listed_limit_count(len(body), BYTES_PER_LISTED)
 
 
