@@ -68,6 +68,8 @@ class Listener:
     def heard_ago_s(self, replica_id: str) -> float:
         return float("inf")
 
+    def replica_lost(self, replica_id: str, why: str) -> None: ...
+
     def replica_down(self, replica_id: str, why: str, *, is_silent: bool) -> None:
         self.heard.append(why)
 

@@ -107,6 +107,8 @@ class Core:
     def heard_ago_s(self, replica_id: str) -> float:
         return float("inf")
 
+    def replica_lost(self, replica_id: str, why: str) -> None: ...
+
     def replica_down(self, replica_id: str, why: str, *, is_silent: bool) -> None:
         self.polls.replica_down(replica_id, why)
 
