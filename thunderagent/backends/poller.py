@@ -4,11 +4,11 @@ Each URL has a task of its own, so that a slow or dead one delays no other; repl
 one URL share it. A poll asks for health and for metrics at the same time, each with its own deadline. Health alone
 decides whether a replica is up: one success brings it up, a refused connection or several failures in a row take it
 down. So do three in a row without an answer, if no turn there had a byte meanwhile. What is in flight there may still
-be computed: it is lost after a longer time, or at once if not even a connection can be made. Unreadable metrics are no
-reason to send turns elsewhere; they give an empty reading. But an engine that answers
-for its metrics is not silent: SGLang answers for its health with a token that it generates, and so not while it is
-paused for new weights. A replica is asked for its models before it comes up, and now and then: LoRA adapters come and
-go.
+be computed: it is lost after a longer time, or at once if not even a connection can be made. One that takes new weights
+is given that time, too. Unreadable metrics are no reason to send turns elsewhere; they give an empty reading. But an
+engine that answers for its metrics is not silent: SGLang answers for its health with a token that it generates, and so
+not while it is paused for new weights. A replica is asked for its models before it comes up, and now and then: LoRA
+adapters come and go.
 """
 
 from __future__ import annotations
@@ -71,6 +71,9 @@ class ReplicaListener(Protocol):
 
     def replica_lost(self, replica_id: str, why: str) -> None:
         """Note, once, that nothing will come of what is in flight on a replica that is down."""
+
+    def may_be_silent(self, replica_id: str) -> bool:
+        """Return whether a replica does something during which it may answer nothing, such as taking new weights."""
 
     def heard_ago_s(self, replica_id: str) -> float:
         """Return how long ago a turn there last had a byte; infinite if none ever had."""
@@ -146,8 +149,8 @@ class _Watched:
     silent_count: int = 0
     """Polls in a row without an answer, while no turn had a byte."""
     silent_since_s: float | None = None
-    is_lost: bool = False
-    """Whether what was in flight there was given up."""
+    is_lost: bool = True
+    """Whether what was in flight there was given up, or it never answered."""
     trouble: dict[str, str | None] = field(default_factory=dict)
     asked_s: float = float("-inf")
     """Begin of the last poll with a result, or a later refusal."""
@@ -374,8 +377,9 @@ class Poller:
             is_silent = heard_ago_s > max(HEARD_WITHIN_S, now_s - watched.asked_s)
             watched.silent_count = watched.silent_count + 1 if is_silent else 0
             silent_s = min(now_s - watched.silent_since_s, heard_ago_s)
-            is_over = not watched.is_up or watched.silent_count >= SILENT_POLLS_COUNT
             is_lost = failure.is_unreached or silent_s >= settings.silence_limit_s
+            needs_limit = not is_lost and any(map(self._listener.may_be_silent, watched.endpoints))
+            is_over = not watched.is_up or (watched.silent_count >= SILENT_POLLS_COUNT and not needs_limit)
         else:
             watched.failure_count += 1
             is_over = failure.is_refusal or watched.failure_count >= settings.down_after_failures

@@ -102,6 +102,9 @@ class Recorder:
         self.up_s[replica_id] = asyncio.get_running_loop().time()
         self.news.set()
 
+    def may_be_silent(self, replica_id: str) -> bool:
+        return False
+
     def heard_ago_s(self, replica_id: str) -> float:
         return float("inf")
 
@@ -410,6 +413,27 @@ async def test_a_replica_that_is_silent_for_three_polls_is_down_and_lost_after_t
         poller.suspect("a")
         await recorder.until_heard("up", "a", times=2)
         assert [what for what, *_ in recorder.heard] == ["up", "down", "lost", "up"]
+
+
+async def test_a_replica_that_takes_new_weights_is_silent_after_the_limit(engines: Callable[[], Engine]) -> None:
+    """It answers nothing meanwhile; down, it would count as restarted, and its suspension as over."""
+
+    class Suspended(Recorder):
+        def may_be_silent(self, replica_id: str) -> bool:
+            return True
+
+    engine = engines()
+    await engine.start()
+    async with polling(endpoint(engine), interval_s=60, deadline_s=0.1, silence_limit_s=30, recorder=Suspended()) as (
+        poller,
+        recorder,
+    ):
+        await recorder.until_heard("up", "a")
+        await ask_a_hanging(engine, poller, 5)
+        assert recorder.heard == [("up", "a")]
+        poller.settings = replace(poller.settings, silence_limit_s=0.2)
+        await ask_a_hanging(engine, poller, 2)
+        await recorder.until_heard("lost", "a")
 
 
 async def test_polls_without_an_answer_while_turns_have_bytes_are_no_silence(engines: Callable[[], Engine]) -> None:

@@ -65,6 +65,9 @@ class Listener:
     def replica_up(self, replica_id: str) -> None:
         self.heard.append("up")
 
+    def may_be_silent(self, replica_id: str) -> bool:
+        return False
+
     def heard_ago_s(self, replica_id: str) -> float:
         return float("inf")
 

@@ -104,6 +104,9 @@ class Core:
     def replica_up(self, replica_id: str) -> None:
         self.polls.replica_up(replica_id)
 
+    def may_be_silent(self, replica_id: str) -> bool:
+        return False
+
     def heard_ago_s(self, replica_id: str) -> float:
         return float("inf")
 

@@ -7,7 +7,7 @@ from math import inf
 import structlog
 
 from thunderagent.backends.base import ReplicaReading
-from thunderagent.programs.model.fleet_events import EncodesPolled, ReplicaPolled, TierPolled, WorkPolled
+from thunderagent.programs.model.fleet_events import BACKPRESSURE, EncodesPolled, ReplicaPolled, TierPolled, WorkPolled
 from thunderagent.programs.model.verdict import ReplicaState
 from thunderagent.proxy.fleet.judging import Judging
 from thunderagent.proxy.fleet.readings import (
@@ -104,7 +104,7 @@ class Polls:
             return
         log.warning("replica_restarted", replica_id=replica_id, was_up=known.is_up)
         was_up = known.is_up
-        if self._judging is not None:
+        if was_up and self._judging is not None:  # one that is frozen comes back by its counters, or a check
             self._judging.forget(replica_id)
         self._runtime.replica_lost(replica_id, RESTARTED)
         self._replicas.lose_earlier(replica_id, RESTARTED, now_s - before_s)
@@ -142,6 +142,11 @@ class Polls:
     def ranks_found(self, url: str, ranks_count: int) -> None:
         """Pass on how many ranks a URL has: it may add or remove replicas."""
         self._replicas.on_ranks_found(url, ranks_count)
+
+    def may_be_silent(self, replica_id: str) -> bool:
+        """Return whether a replica is suspended: it may answer nothing while it takes new weights."""
+        state = self._runtime.replicas.get(replica_id)
+        return state is not None and any(cause != BACKPRESSURE for cause in state.suspended_for)
 
     def heard_ago_s(self, replica_id: str) -> float:
         """Return how long ago a turn there last had a byte; infinite if none ever had."""
