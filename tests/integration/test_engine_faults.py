@@ -112,7 +112,7 @@ class Engine(FakeReplica):
     def __init__(self, slots_count: int = SLOTS_COUNT, late_s: Sequence[float] = (0.0,)) -> None:
         super().__init__(self.behave)
         self.fault = ""
-        self.late_s = cycle(late_s)
+        self.late_s, self.late_now_s = cycle(late_s), 0.0
         self.started_s = 0.0
         self.slots_count = slots_count
         self.slots = asyncio.Semaphore(slots_count)
@@ -129,8 +129,10 @@ class Engine(FakeReplica):
         if self.fault == "vanish":
             await self.well.wait()
             return
-        if call.target == "/health" and (late_s := next(self.late_s)):
-            await asyncio.sleep(late_s)
+        if call.target == "/health":
+            self.late_now_s = next(self.late_s)
+        if call.target in ("/health", "/metrics") and self.late_now_s:
+            await asyncio.sleep(self.late_now_s)
         if self.fault == "slow metrics" and call.target == "/metrics":
             await asyncio.sleep(SLOW_POLL_S)
         self.metrics = (
