@@ -293,7 +293,7 @@ def test_every_metric_explains_itself_and_every_one_that_a_page_names_is_there()
 
 def test_every_metric_of_vllm_that_is_read_is_documented() -> None:
     """The page on engines names exactly those."""
-    assert set(re.findall(r"`(vllm:\w+)`", page("how-to/engines.md"))) == set(vllm._NEEDED)
+    assert set(re.findall(r"`((?:vllm:|process_)\w+)`", page("how-to/engines.md"))) == set(vllm._NEEDED)
 
 
 def test_every_error_and_reason_is_in_its_table() -> None:

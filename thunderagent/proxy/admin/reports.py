@@ -120,6 +120,7 @@ class ReplicaReport(Report):
     verdict: ReplicaState = Field(description="how its engine does; up: all is well")
     verdict_reason: str = Field(description="why; empty while it is up")
     verdict_for_s: float = Field(description="how long it has been so")
+    incarnation: int = Field(description="how often what ran there was lost: it restarted, froze or fell silent")
     breaker: BreakerState = Field(description="open: it fails turn after turn, and gets none for a while")
     breaker_retry_in_s: float | None = Field(description="when it is tried again; null if the breaker is not open")
     why_down: str
@@ -315,6 +316,7 @@ def replica_reports(runtime: Runtime, replicas: Replicas) -> list[ReplicaReport]
                 leaving_for_s=_ago_s(known.leaving_since_s, now_s),
                 in_flight_count=replicas.in_flight_count(replica_id),
                 **_verdict(replica, known.why_down, now_s),
+                incarnation=known.incarnation,
                 breaker=replicas.breakers.state_of(replica_id),
                 breaker_retry_in_s=replicas.breakers.retry_in_s(replica_id),
                 why_down=known.why_down,

@@ -64,8 +64,8 @@ class Connections(Protocol):
     def requests_count(self, replica_id: str) -> int:
         """Return how many requests to a replica have not ended."""
 
-    def lose(self, replica_id: str, why: str) -> None:
-        """Fail all requests in flight to a replica. An unknown id is ignored."""
+    def lose(self, replica_id: str, why: str, sent_ago_s: float = 0.0) -> None:
+        """Fail the requests in flight to a replica that were sent so long ago. An unknown id is ignored."""
 
     def set_paused(self, replica_id: str, *, paused: bool) -> None:
         """Set whether a replica's silence is no failure. An unknown id is ignored."""
@@ -89,6 +89,14 @@ class KnownReplica:
     reading: ReplicaReading = NOTHING_READ
     counted: ReplicaReading = NOTHING_READ
     """The last reading with totals: later ones may have failed, and what happened meanwhile counts."""
+    process: ReplicaReading = NOTHING_READ
+    """The last reading that tells which process answered."""
+    asked_s: float = 0.0
+    """When it was asked for its last reading."""
+    incarnation: int = 0
+    """The last one that was heard of."""
+    is_lost: bool = False
+    """Whether what was in flight there when it fell silent was given up."""
     why_down: str = NOT_POLLED
     weight_version: str = ""
     """Version of the weights that it was last told to load, or reported; empty if unknown."""
@@ -155,17 +163,25 @@ class Replicas:
     def _note_pauses(self, event: Event, decisions: Sequence[Decision]) -> None:  # noqa: ARG002 - an observer's signature
         """Allow silence on replicas where nothing is granted: their engines are paused, sleep, or get new weights.
 
-        Of a replica that is declared silent or frozen nothing will come: what is in flight there ends.
+        Of a replica that is silent or frozen nothing will come once it is declared lost: what is in flight there ends.
         """
         if self._connections is None:
             return
         for replica_id, state in self._runtime.replicas.states.items():
             paused = any(cause != BACKPRESSURE for cause in state.suspended_for)
             self._connections.set_paused(replica_id, paused=paused)
-        if isinstance(event, ReplicaDown):
-            down = self._runtime.replicas.get(event.replica_id)
-            if down is not None and down.verdict in LOST:
-                self._connections.lose(event.replica_id, f"{down.verdict}: {down.why}")
+        if isinstance(event, ReplicaDown | ReplicaUp):
+            now, known = self._runtime.replicas.get(event.replica_id), self.known.get(event.replica_id)
+            if now is None or known is None or now.incarnation == known.incarnation:
+                return
+            known.incarnation = now.incarnation
+            if now.verdict in LOST:
+                self._connections.lose(event.replica_id, f"{now.verdict}: {now.why}")
+
+    def lose_earlier(self, replica_id: str, why: str, sent_ago_s: float) -> None:
+        """Fail the requests that were sent to a replica so long ago: the process that had them is gone."""
+        if self._connections is not None:
+            self._connections.lose(replica_id, why, sent_ago_s)
 
     def aborted_ago_s(self, replica_id: str) -> float:
         """Return how long ago a trainer aborted what runs on a replica; infinite if never, or that is unknown here."""

@@ -59,6 +59,8 @@ class Record:
     tries_count = 0
     unsent_count = 0
     """How many of the tries did not run: they were not sent, or refused for want of room."""
+    incarnation = 0
+    """That of the replica to which it was last sent."""
     lost_count = 0
     """How many of its replicas went down with it, beyond its tries."""
     failed_ids: tuple[str, ...] = ()
