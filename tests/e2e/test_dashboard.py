@@ -199,7 +199,7 @@ async def test_errors_and_the_verdict_on_their_replica_are_shown(tmp_path: Path,
         httpx2.AsyncClient(base_url=server.url, timeout=60, trust_env=False) as client,
         open_page(server.url) as page,
     ):
-        await expect(page.locator("#replicas-note")).to_have_text("1 down · 1 up")
+        await expect(page.locator("#replicas-note")).to_have_text("1 up · 1 down")
         down = page.locator(".replica").first  # what is not up comes first
         await expect(down.locator("h3")).to_have_text(NO_REPLICA[1].removeprefix("http://"))
         await expect(down.locator("p.bad")).not_to_have_text("")
