@@ -174,7 +174,7 @@ def build_app(
         LoopLag(registry),
     )
     app[OPEN_FILES] = OpenFiles(registry)
-    app[HISTORY] = History(runtime, replicas, metrics.hold_counts)
+    app[HISTORY] = History(runtime, replicas, metrics.latency_counts)
     live = Live(runtime, replicas, app[HISTORY], sandboxes_on=sandboxes is not None, simulated=simulated, cell=cell)
     if simulated:
         app.on_response_prepare.append(_say_simulated)

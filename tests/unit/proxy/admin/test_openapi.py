@@ -104,7 +104,7 @@ def handlers() -> dict[tuple[str, str], object]:
     discovery = Discovery(runtime, replicas, backend_of("vllm"), DiscoverySettings())
     registry = CollectorRegistry()
     tenancy = Tenancy(runtime, from_key=False)
-    history = History(runtime, replicas, TurnMetrics(registry).hold_counts)
+    history = History(runtime, replicas, TurnMetrics(registry).latency_counts)
     routes = [
         *Admin(runtime, replicas, registry, tenancy).routes(),
         *BetweenTurns(runtime, tenancy).routes(),
