@@ -181,7 +181,7 @@ class KeyExistsError(RequestError):
 
 
 class UnreadableEncodingError(RequestError):
-    """The request body is packed in a way that is not installed here; the message names the extra that reads it."""
+    """The request body is packed in a way that is not read here; the message names those that are, or an extra."""
 
     status = 415
     code = "unreadable_encoding"
