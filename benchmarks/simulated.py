@@ -33,6 +33,7 @@ COLOURS = {
     "ttl": "#e69f00",
     "thunderagent": "#1c88cf",
     "thunderagent-ports": "#d55e00",
+    "thunderagent-released": "#0b3c6b",
     "oracle": "#009e73",
     "breakeven": "#b5182b",
     "autellix": "#56b4e9",
