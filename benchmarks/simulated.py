@@ -66,7 +66,7 @@ def scenario_of(
 class Runner:
     """Runs comparisons with the command line's shared options, and shows their progress.
 
-    `in_time` has the rows of each for `goodput_table`.
+    `in_time` has the rows of each for `goodput_table`; `keep` stores what a figure has so far.
     """
 
     def __init__(self, *, seeds_count: int, jobs_count: int | None, console: Console) -> None:
@@ -74,6 +74,7 @@ class Runner:
         self.jobs_count = jobs_count
         self._console = console
         self.in_time: list[dict[str, str | int]] = []
+        self.keep: Callable[[dict[str, object]], None] = lambda _figures: None
 
     def compare(
         self,

@@ -21,9 +21,9 @@ class Scheduling(Slice):
 
     policy: str = Field(
         "breakeven",
-        description="breakeven (this project's own), thunderagent (the paper's), thunderagent-released, cap, ttl, mars, "
-        "continuum, infercept, autellix, sticky, passthrough, a preset (thunderagent-ports, continuum-fixed, concur, "
-        "fcfs), or package.module:Class",
+        description="breakeven (this project's own), thunderagent (the paper's), thunderagent-released, cap, ttl, "
+        "mars, continuum, infercept, autellix, sticky, passthrough, a preset (thunderagent-ports, continuum-fixed, "
+        "concur, fcfs), or package.module:Class",
     )
     policy_args: Pairs = Field({}, description="settings of the policy, as name=value")
     admission: str = Field(
