@@ -66,7 +66,7 @@ def build_runtime(config: ServeConfig) -> tuple[Runtime, EventLogWriter | None]:
         tenant_max_programs_count=config.tenant_max_programs_count,
         fair_tenants=config.fair_tenants or bool(config.tenant_weights),
         tenant_weight_ratios=config.tenant_weights,
-        judge_fail_count=config.judge_fail_count,
+        judge_fail_count=config.judge_fails_count,
         judge_confidence_ratio=config.judge_confidence_ratio,
         judge_ends_hopeless=config.judge_ends_hopeless,
         provisions_replicas=bool(config.provision),
@@ -135,6 +135,7 @@ def judge_of(config: ServeConfig, runtime: Runtime, client: ReplicaClient) -> Ju
     settings = JudgeSettings(
         model=config.judge_model,
         prompt=read_prompt(config.judge_prompt),
+        round_limit_count=config.judge_rounds,
         every_turns_count=config.judge_every_turns,
         asked_count=config.judge_asked_count,
         rate_per_s=config.judge_rate_per_s,

@@ -222,19 +222,6 @@ def _read_large(body: bytes) -> BodyFields:
     return fields
 
 
-_FLAGS: Final[dict[object, bool]] = {
-    **dict.fromkeys((1, "1", "true", "t", "yes", "y", "on"), True),
-    **dict.fromkeys((0, "0", "false", "f", "no", "n", "off"), False),
-}
-
-
-def flag_of(value: object) -> bool | None:
-    """Return a field as engines read it: pydantic takes numbers and words for booleans; None for anything else."""
-    if isinstance(value, str):
-        return _FLAGS.get(value.lower())
-    return _FLAGS.get(value) if isinstance(value, bool | int | float) else None
-
-
 def begins_with(value: bytes | memoryview, first: bytes) -> bool:
     """Return whether a raw value begins with this byte."""
     return bytes(memoryview(value)[:1]) == first

@@ -454,7 +454,7 @@ class Turns:
         if turn.is_final:
             self._leases.release(turn.program_id, record.generation, turn.outcome)
         elif self._judge is not None and turn.has_whole_prompt and self._lives(record):
-            self._judge.turn_seen(turn.program_id, turn.body)
+            self._judge.turn_seen(turn.program_id, turn.body, turn.branch_id)
 
     def _write_line(self, record: Record) -> None:
         """Write the turn's canonical line, and count its total time."""
