@@ -573,6 +573,7 @@ BANNED = (
         allowed_modules=(
             ("thunderagent.tools.docker", "Docker's own word"),
             ("thunderagent.tools.kubernetes", "Kubernetes' own word"),
+            ("thunderagent.client.mini_swe_agent", "mini-SWE-agent's own word"),
         ),
     ),
 )
