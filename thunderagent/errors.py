@@ -194,6 +194,27 @@ class BodyTooLargeError(RequestError):
     code = "body_too_large"
 
 
+class RolloutsOffError(ThunderAgentError):
+    """Rollouts are not recorded; `--rollouts` turns that on."""
+
+    status = 400
+    code = "rollouts_off"
+
+
+class NoRolloutError(ThunderAgentError):
+    """There is no rollout of that program, or it is another tenant's."""
+
+    status = 404
+    code = "no_rollout"
+
+
+class RolloutDroppedError(ThunderAgentError):
+    """The rollout of that program was dropped: memory or disk was short, its time was over, or it was deleted."""
+
+    status = 410
+    code = "rollout_dropped"
+
+
 class NotFoundError(RequestError):
     """No such program, replica or path."""
 

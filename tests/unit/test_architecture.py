@@ -102,9 +102,10 @@ ARROWS: dict[str, frozenset[str]] = {
     "tools": frozenset({"errors", "programs", "faults", "cluster"}),
     "simulator": frozenset({"errors", "programs", "policy_loader", "tools", "bodies"}),
     "leases": frozenset({"programs"}),
+    "rollouts": frozenset({"programs"}),
     "runtime": frozenset({"errors", "programs", "policy_loader", "leases"}),
     "proxy": frozenset(
-        {"errors", "programs", "leases", "runtime", "backends", "faults", "compilation", "log_lines", "bodies"}
+        {"errors", "programs", "leases", "runtime", "backends", "faults", "compilation", "log_lines", "bodies", "rollouts"}
     ),
     # The link between gateways and a scheduler: both of its ends, and the proxy, which a gateway is. Its own rooms are
     # in `FORBIDDEN`. `backends` knows how to ask a cluster for a Lease.
@@ -249,7 +250,7 @@ RUNTIME_ARROWS: dict[str, frozenset[str]] = {
 }
 
 # The slices of the configuration, and the module that combines them.
-SLICES = frozenset({"access", "engines", "processes", "sandboxes", "scheduling", "turns"})
+SLICES = frozenset({"access", "engines", "processes", "rollouts", "sandboxes", "scheduling", "turns"})
 CONFIG_ARROWS: dict[str, frozenset[str]] = {
     "slices": frozenset(),
     **dict.fromkeys(SLICES, frozenset({"slices"})),

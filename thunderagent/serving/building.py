@@ -21,6 +21,7 @@ from thunderagent.proxy.judge import Judge, JudgeSettings, ReplicaAsker, open_ur
 from thunderagent.proxy.reading.identity import IdentityRules
 from thunderagent.proxy.turns.flow import TurnSettings
 from thunderagent.proxy.turns.retry_budget import RetrySettings
+from thunderagent.proxy.watch.rollouts import RolloutSettings
 from thunderagent.runtime import Runtime, RuntimeSettings
 from thunderagent.runtime.event_log import EventLogWriter
 from thunderagent.serving.security import (
@@ -125,6 +126,20 @@ def turn_settings_of(config: ServeConfig, identity: IdentityRules) -> TurnSettin
         websocket_limit_s=config.websocket_limit_s,
         names_programs=bool(config.kv_events),
         no_replica_limit_s=config.no_replica_limit_s,
+    )
+
+
+def rollout_settings_of(config: ServeConfig) -> RolloutSettings | None:
+    """Return what is recorded of turns; None if nothing is."""
+    if config.rollouts is None:
+        return None
+    return RolloutSettings(
+        logprobs=config.rollouts == "logprobs",
+        folder=config.rollout_dir,
+        memory_bytes=config.rollout_memory_bytes,
+        disk_bytes=config.rollout_disk_bytes,
+        keep_s=config.rollout_keep_s,
+        turns_count=config.rollout_turns_count,
     )
 
 

@@ -100,6 +100,8 @@ class KnownReplica:
     why_down: str = NOT_POLLED
     weight_version: str = ""
     """Version of the weights that it was last told to load, or reported; empty if unknown."""
+    weight_changes_count: int = 0
+    """How often its weights have changed, as far as the proxy was told, or saw."""
     told_count: int = 0
     """Number of calls to it that its own reports must not predate."""
     is_up: bool = False
@@ -110,6 +112,15 @@ class KnownReplica:
     """Since when no source has named it: it is removed when nothing is in flight there."""
     served_last: int = 0
     """The number of the latest request without a lease that went there."""
+    _is_unnamed: bool = False
+    """Whether its weights have changed since their version was last named."""
+
+    def weights_changed(self, version: str, *, renewed: bool) -> None:
+        """Note new weights, or a new name for them, or both; an empty version is none."""
+        if renewed or (version and version != self.weight_version and not self._is_unnamed):
+            self.weight_changes_count += 1
+        self._is_unnamed = (renewed or self._is_unnamed) and not version
+        self.weight_version = version or self.weight_version
 
 
 class Replicas:

@@ -111,6 +111,8 @@ _ROWS: tuple[tuple[Access, str, str] | tuple[Access, str, str, int], ...] = (
     (DATA, "POST", "/programs/{}/hints"),
     (DATA, "GET POST", "/programs/{}/sandboxes", IDS_BODY_BYTES),
     (DATA, "DELETE", "/programs/{}/sandboxes/{}"),
+    (DATA, "GET DELETE", "/programs/{}/trajectory"),  # of its tenant
+    (DATA, "GET", "/rollouts"),  # of its tenant
     (DATA, "GET", "/sandboxes/events"),  # for all programs, the handler asks for an admin key
     (DATA, "POST", "/finish_session"),
     (DATA, "POST", "/sessions/batch_delete", IDS_BODY_BYTES),
