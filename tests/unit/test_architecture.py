@@ -105,7 +105,18 @@ ARROWS: dict[str, frozenset[str]] = {
     "rollouts": frozenset({"programs"}),
     "runtime": frozenset({"errors", "programs", "policy_loader", "leases"}),
     "proxy": frozenset(
-        {"errors", "programs", "leases", "runtime", "backends", "faults", "compilation", "log_lines", "bodies", "rollouts"}
+        {
+            "errors",
+            "programs",
+            "leases",
+            "runtime",
+            "backends",
+            "faults",
+            "compilation",
+            "log_lines",
+            "bodies",
+            "rollouts",
+        }
     ),
     # The link between gateways and a scheduler: both of its ends, and the proxy, which a gateway is. Its own rooms are
     # in `FORBIDDEN`. `backends` knows how to ask a cluster for a Lease.

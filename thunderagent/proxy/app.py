@@ -255,7 +255,7 @@ def _stopping(breakers: Breakers) -> Callable[[web.Application], Awaitable[None]
 
 
 def _closing(
-    *owners: EngineControl | WeightSync | Leases | Websockets | Rollouts,
+    *owners: EngineControl | WeightSync | Leases | Websockets | Rollouts | None,
 ) -> Callable[[web.Application], Awaitable[None]]:
     """Return a hook that ends, when the application ends, what would otherwise go on."""
 

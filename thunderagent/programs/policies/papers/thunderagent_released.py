@@ -38,6 +38,9 @@ from thunderagent.programs.model.views import ProgramView, ReplicaView
 from thunderagent.programs.policies.helpers import home_of
 from thunderagent.programs.policies.setting_checks import check_not_negative
 
+_NEW_TOKENS = 2**50
+"""More than any claim: added to the rank of new programs, which are ranked by their claims, too."""
+
 
 @dataclass(frozen=True, slots=True)
 class ThunderAgentReleased:
@@ -82,9 +85,9 @@ class ThunderAgentReleased:
         """Return the claim: the smallest first."""
         return program.claim_tokens
 
-    def restore_rank(self, program: ProgramView) -> tuple[bool, int]:
+    def restore_rank(self, program: ProgramView) -> float:
         """Put returning programs before new ones, and of each the smallest first."""
-        return program.turn_count == 0, program.claim_tokens
+        return float(program.claim_tokens + (0 if program.turn_count else _NEW_TOKENS))
 
     def place(self, view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
         """Keep an active program on its replica; let a new one in where it fits; others wait for the next check."""
