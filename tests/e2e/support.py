@@ -7,7 +7,7 @@ import contextlib
 import os
 import shutil
 import signal
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from benchmarks.processes import Server, thunderagent
 from tests.debian import install
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Iterator
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 
     from playwright.async_api import Browser
 
@@ -54,23 +54,25 @@ async def chromium() -> AsyncIterator[Browser]:
         raise BrowserError("no playwright: pip install '.[e2e]' in a checkout") from error
     path = await asyncio.to_thread(ensure_chromium)
     options = ["--disable-dev-shm-usage", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
-    before = _processes().keys()
-    playwright = browser = None
-    begun: dict[int, int] = {}
-    try:
+    before, begun = _processes().keys(), dict[int, int]()
+    async with AsyncExitStack() as endings:  # the last one first, and each one whatever the others do
+        endings.callback(_kill, begun)
         async with asyncio.timeout(LAUNCH_S):
             playwright = await async_playwright().start()
-            begun = _descendants(_processes().keys() - before)
+            endings.push_async_callback(_bounded, playwright.stop)
+            driver_ids = _processes().keys() - before
+            begun.update(_descendants(driver_ids))
             browser = await playwright.chromium.launch(executable_path=path, args=options, timeout=1000 * LAUNCH_S)
-            begun = _descendants(begun.keys())
+            endings.push_async_callback(_bounded, browser.close)
+            begun.update(_descendants(driver_ids))
         yield browser
-    finally:
-        for ending in (browser and browser.close, playwright and playwright.stop):
-            if ending is not None:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(CLOSE_S):
-                        await ending()
-        _kill(begun)
+
+
+async def _bounded(ending: Callable[[], Awaitable[None]]) -> None:
+    """End something, and do not wait for it for ever."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(CLOSE_S):
+            await ending()
 
 
 def _processes() -> dict[int, tuple[int, int]]:
