@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Final
 
@@ -84,6 +85,12 @@ class Segments:
             del self._sizes[oldest]
             deleted.append(oldest)
         return deleted
+
+    def delete_except(self, kept: AbstractSet[int]) -> None:
+        """Delete the files before the last of `kept` that are not among these: nothing in them is wanted any more."""
+        for number in [each for each in self._sizes if each not in kept and each < max(kept, default=0)]:
+            self._path(number).unlink(missing_ok=True)
+            del self._sizes[number]
 
     def read(self, stored: Stored) -> list[bytes]:
         """Return the blocks of a rollout. Raises `ValueError` if the file ends before."""

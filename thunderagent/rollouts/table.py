@@ -239,6 +239,11 @@ class Table:
             if len(self._dropped) > MAX_DROPPED_COUNT:
                 del self._dropped[next(iter(self._dropped))]
 
+    @property
+    def segments(self) -> frozenset[int]:
+        """The files in which anything is that is kept."""
+        return frozenset(entry.stored.segment for entry in self._ended.values() if entry.stored is not None)
+
     def drop_segment(self, number: int) -> None:
         """Forget what was in a deleted file."""
         for seq, entry in list(self._ended.items()):

@@ -405,6 +405,19 @@ def test_oldest_file_is_deleted_when_disk_is_short(tmp_path: Path) -> None:
     segments.close()
 
 
+def test_files_without_anything_kept_are_deleted(tmp_path: Path) -> None:
+    """What expired, or was deleted, does not lie there until the disk is full."""
+    segments = Segments(tmp_path / "r", 10**9, segment_bytes=1000)
+    block = [block_of([frame_of(Turn(seq=0))])]
+    numbers = [segments.append(rollout(seq=number), block)[0].segment for number in range(60)]
+    segments.delete_except({numbers[0], numbers[-1]})
+    assert len(list((tmp_path / "r").iterdir())) == 2
+    segments.append(rollout(seq=61), block)
+    segments.delete_except(set())
+    assert len(list((tmp_path / "r").iterdir())) >= 2
+    segments.close()
+
+
 def test_folder_that_others_may_read_is_refused(tmp_path: Path) -> None:
     """Token ids are prompts."""
     folder = tmp_path / "open"

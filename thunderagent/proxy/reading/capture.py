@@ -154,6 +154,9 @@ class _Token(Struct):
     logprob: float
 
 
+_tokens_in: Final = msgspec.json.Decoder(list[_Token]).decode
+
+
 class _Logprobs(Struct):
     content: list[_Token] | None = None
     token_logprobs: list[float] | None = None
@@ -199,6 +202,15 @@ _read_sglext: Final = msgspec.json.Decoder(_Sglext).decode
 
 _COMMA: Final = re.compile(rb"(?:, ?)?")
 
+_USUAL_EVENT: Final = re.compile(
+    rb'(?P<head>data: \{[^{}\[\]]*"choices":\[\{"index":0,"(?:delta":(?P<delta>\{.*\})|text":".*"),"logprobs":)'
+    rb'(?:null|\{"content":\[(?P<logprobs>.*)\]\})'
+    rb'(?P<tail>,"finish_reason":null(?:,"(?:stop_reason|matched_stop|prompt_token_ids)":null)*)'
+    rb'(?:,"token_ids":\[(?P<ids>[\d,]*)\])?\}\]\}\n\n',
+    re.DOTALL,
+).fullmatch
+"""An event of chat or text completions, spelt as engines do. What is not spelt so is decoded."""
+
 _EMPTY_DELTAS: Final = (b"{}", b'{"reasoning_content":null}')
 """Of chunks that engines send only for what was asked: vLLM's, SGLang's."""
 
@@ -216,17 +228,19 @@ class _Edits:
 
     def replace(self, key: bytes, value: Raw, new: bytes | None) -> None:
         """Give the next member with this key and value another one; None cuts it out, with a comma."""
-        spelt, text = b'"%s":%s' % (key, bytes(value)), self._text
-        start = text.find(spelt, self._after.get(spelt, 0))
-        if start < 0:
-            spelt = b'"%s": %s' % (key, bytes(value))
-            start = text.find(spelt, self._after.get(spelt, 0))
-        if start < 0:
+        text, spelt, given = self._text, b'"%s":' % key, bytes(value)
+        start = text.find(spelt, self._after.get(key, 0))
+        while start >= 0:
+            at = start + len(spelt) + (text[start + len(spelt) : start + len(spelt) + 1] == b" ")
+            if text.startswith(given, at):
+                break
+            start = text.find(spelt, at)
+        else:
             self.failed = True
             return
-        end = self._after[spelt] = start + len(spelt)
+        end = self._after[key] = at + len(given)
         if new is not None:
-            self._cuts.append((start, end, text[start : end - len(bytes(value))] + new))
+            self._cuts.append((at, end, new))
             return
         if text[start - 1 : start] == b",":
             start -= 1
@@ -250,7 +264,19 @@ class _Edits:
 class Capture:
     """Follows the answer to one turn."""
 
-    __slots__ = ("_asked", "_carry", "_generated", "_kind", "_passes", "_path", "_streams", "captured")
+    __slots__ = (
+        "_asked",
+        "_carry",
+        "_generated",
+        "_ids",
+        "_kind",
+        "_logprobs",
+        "_passes",
+        "_path",
+        "_streams",
+        "_takes_usual",
+        "captured",
+    )
 
     def __init__(self, kind: str, path: str, asked: Asked, *, streams: bool) -> None:
         """Expect the answer to what was asked."""
@@ -261,6 +287,10 @@ class Capture:
         self._carry = b""
         self._generated = b""
         self._passes = False
+        self._takes_usual = asked.ids_added and (path == CHAT or (kind == "vllm" and path == COMPLETIONS))
+        self._ids: list[bytes] = []
+        """What usual events said, to be read together."""
+        self._logprobs: list[bytes] = []
         self.captured = Captured()
 
     # --- whole
@@ -297,12 +327,19 @@ class Capture:
     def rest(self) -> bytes:
         """Return what is left when the stream has ended: an incomplete event."""
         rest, self._carry = self._carry, b""
+        self._read_usual()
         if self._generated:
             self._keep_generated(self._generated)
             self._generated = b""
         return rest
 
     def _take_event(self, event: bytes) -> bytes:
+        if self._takes_usual and (usual := _USUAL_EVENT(event)) is not None:
+            logprobs, ids = usual["logprobs"], usual["ids"]
+            if logprobs is None or self._asked.logprobs_added:
+                return self._take_usual(usual, logprobs, ids)
+        if self._ids or self._logprobs:
+            self._read_usual()
         data = data_of(event)
         if not data or data == b"[DONE]":
             return event
@@ -314,6 +351,32 @@ class Capture:
         if edited is None:
             return b""
         return event if edited is data else event.replace(data, edited, 1)
+
+    def _take_usual(self, usual: re.Match[bytes], logprobs: bytes | None, ids: bytes | None) -> bytes:
+        """Take an event with one choice that does not end: its tokens are read later, with those of others."""
+        if ids:
+            self._ids.append(ids)
+        if logprobs:
+            self._logprobs.append(logprobs)
+        if usual["delta"] in _EMPTY_DELTAS and (ids or logprobs):
+            return b""
+        if ids is None and logprobs is None:
+            return usual[0]
+        tail = usual["tail"] if ids is None else usual["tail"] + b',"token_ids":null'
+        return b"%snull%s}]}\n\n" % (usual["head"], tail)
+
+    def _read_usual(self) -> None:
+        """Read the tokens of the usual events so far."""
+        ids, logprobs = self._ids, self._logprobs
+        self._ids, self._logprobs = [], []
+        try:
+            if ids:
+                output = self._output(0)
+                output.ids = output.ids + _ids_in(b"[%s]" % b",".join(ids))
+            if logprobs:
+                self._output(0).logprobs += [each.logprob for each in _tokens_in(b"[%s]" % b",".join(logprobs))]
+        except UNREADABLE:
+            self.captured.is_unreadable = True
 
     def _edited(self, data: bytes) -> bytes | None:
         """Read a whole answer, or an event; return it edited, None for an event that is left out."""

@@ -60,6 +60,7 @@ class Rollouts:
         """Answers out of which what was added could not be taken."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
         self._under_way: dict[int, Entry] = {}
+        self._swept_count = 0
         self._ended = asyncio.Event()
         self._segments: Segments | None = None
         if settings.folder is not None:
@@ -89,8 +90,15 @@ class Rollouts:
                 ended, self._ended = self._ended, asyncio.Event()
                 ended.set()
                 self._pack(entry)
+        self._sweep()
 
     # --- the thread
+
+    def _sweep(self) -> None:
+        """Delete files in which nothing is kept any more."""
+        if self._segments is not None and self.table.dropped_count != self._swept_count:
+            self._swept_count = self.table.dropped_count
+            self._thread.submit(self._segments.delete_except, self.table.segments)
 
     def _pack(self, entry: Entry) -> None:
         """Have records packed and written, unless that is under way for the same program: then it goes on after it."""

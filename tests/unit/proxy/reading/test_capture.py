@@ -159,6 +159,7 @@ def test_chunk_that_exists_only_for_ids_is_left_out() -> None:
     )
     capture = Capture("vllm", CHAT, Asked(b"", (), ids_added=True), streams=True)
     assert capture.feed(chunk) == b""
+    capture.rest()
     assert capture.captured.outputs[0].ids == [7]
     last = chunk.replace(b'"finish_reason":null', b'"finish_reason":"stop"')
     assert capture.feed(last) == last.replace(b"[7]", b"null")
