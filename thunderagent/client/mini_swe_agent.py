@@ -19,11 +19,6 @@ from minisweagent.environments.docker import DockerEnvironment, DockerEnvironmen
 from thunderagent.client.errors import ClientError
 from thunderagent.client.program import PROGRAM_VARIABLE, SANDBOX_TIMEOUT_S, Program, program
 
-_IS_FROZEN = "is paused, unpause the container"
-"""What the engine says of a command in a sandbox that is frozen."""
-_THAW_S = 30.0
-_THAW_PAUSE_S = 0.2
-
 
 class SandboxEnvironmentConfig(DockerEnvironmentConfig):  # type: ignore[misc]  # the package is the agent's own
     """As of the package's Docker environment; what makes a container has no effect: `image`, `run_args`."""
@@ -63,12 +58,8 @@ class SandboxEnvironment(DockerEnvironment):  # type: ignore[misc]  # the packag
             started_s = time.monotonic()
             self.container_id = self._wait()
             self.wait_s = time.monotonic() - started_s
-        give_up_s = time.monotonic() + _THAW_S
-        while True:
-            output: dict[str, Any] = super().execute(action, cwd, timeout=timeout)
-            if not _is_frozen(output) or time.monotonic() > give_up_s:
-                return output
-            time.sleep(_THAW_PAUSE_S)
+        output: dict[str, Any] = super().execute(action, cwd, timeout=timeout)
+        return output
 
     def cleanup(self) -> None:
         """Leave the sandbox to the proxy, which removes it with its program."""
@@ -86,7 +77,3 @@ class SandboxEnvironment(DockerEnvironment):  # type: ignore[misc]  # the packag
         if not program_id:
             raise ValueError(f"no program: set program_id, or {PROGRAM_VARIABLE} in the environment")
         return program(program_id, proxy=self.config.proxy or None)
-
-
-def _is_frozen(output: dict[str, Any]) -> bool:
-    return output["returncode"] != 0 and _IS_FROZEN in output["output"]

@@ -105,19 +105,26 @@ class Marks:
 
     def all(self, client: APIClient) -> list[str]:
         """Return the names of the marked images."""
+        return list(self._sizes_bytes(client))
+
+    def _sizes_bytes(self, client: APIClient) -> dict[str, int]:
         found = client.images(filters={"reference": [f"{self._prefix}/*"]})
-        return [name for each in found for tag in each["RepoTags"] or () if (name := self._name(tag))]
+        sized = [(self._name(tag), int(each["Size"])) for each in found for tag in each["RepoTags"] or ()]
+        return {name: size_bytes for name, size_bytes in sized if name}
 
     def prune(self, client: APIClient, limit_bytes: int, is_needed: Callable[[str], bool]) -> list[str]:
         """Remove the least recently used of the images that no container uses, until all of them fit the limit.
 
         Return the names of the removed ones.
         """
+        sizes_bytes = self._sizes_bytes(client)
+        if sum(sizes_bytes.values()) <= limit_bytes:
+            return []
         idle: list[tuple[str, str, int]] = []
-        for name in self.all(client):
+        for name, size_bytes in sizes_bytes.items():
             info = none_if_missing(client.inspect_image, self._of(name) + ":pulled")
             if info is not None and not is_needed(name) and not list_all(client, {"ancestor": [info["Id"]]}):
-                idle.append((str((info.get("Metadata") or {}).get("LastTagTime", "")), name, int(info["Size"])))
+                idle.append((str((info.get("Metadata") or {}).get("LastTagTime", "")), name, size_bytes))
         left_bytes = sum(size_bytes for _, _, size_bytes in idle)
         removed = []
         for _, name, size_bytes in sorted(idle):
@@ -184,7 +191,8 @@ class Images:
             self._limits.passed(registry_of(name))
             self._pulled.add(name)
             if self._limit_bytes is not None:
-                await self._engine.ask(lambda client: self._marks.set(client, name))
+                with logging_failures(f"mark of the image {name}"):
+                    await self._engine.ask(lambda client: self._marks.set(client, name))
             _log.info("sandbox_image_pulled", image=name, took_s=round(time.monotonic() - started_s, 3))
         except SandboxPullLimitError:
             raise

@@ -82,7 +82,7 @@ class Preparation:
             place = await self._launch(image)
         except SandboxImageError:  # it was removed since the check
             place = await self._launch(await self._images.get(self.image))
-        await self._set_up()
+        await self._set_up(str(image["Id"]))
         interval = f"{template.ready_interval_s:g}"
         if (port := template.ready_port) is not None:
             await self._run("readiness", f"port {port}", [UNTIL_PORT, "sh", f"{port:04X}", interval])
@@ -93,22 +93,22 @@ class Preparation:
             await self.check()
         return place
 
-    async def _set_up(self) -> None:
-        """Run the setup, or put what an earlier one made."""
+    async def _set_up(self, image_id: str) -> None:
+        """Run the setup, or put what an earlier one made on the same image."""
         template = self._order.template
-        digest = template.digest() if template.setup and template.reuse_setup else ""
-        if digest and (deleted := await self._setups.put(digest, self._handle)) is not None:
+        key = f"{template.digest()}@{image_id}" if template.setup and template.reuse_setup else ""
+        if key and (deleted := await self._setups.put(key, self._handle)) is not None:
             if deleted:
                 await self._run("setup", "rm", ['rm -rf -- "$@"', "sh", *deleted])
             return
-        before = await self._setups.before(digest, self._handle) if digest else None
+        before = await self._setups.before(key, self._handle) if key else None
         worked = False
         try:
             for command in template.setup:
                 await self._run("setup", command, [command])
             worked = True
         finally:
-            await self._setups.keep(digest, self._handle, before, template.ttl_s, worked=worked)
+            await self._setups.keep(key, self._handle, before, template.ttl_s, worked=worked)
 
     def unclaim(self) -> None:
         """Stop listening, and release network and image: the engine knows of them, or nobody does."""

@@ -62,7 +62,7 @@ class _Kept:
 
 
 class Setups:
-    """The kept setups of one engine, by digest of the template."""
+    """The kept setups of one engine, by what they were made from."""
 
     def __init__(
         self, engine: Engine, *, limit_bytes: int = KEPT_BYTES, clock: Callable[[], float] = time.monotonic
@@ -76,69 +76,69 @@ class Setups:
         self._keeping: set[str] = set()
         """Those that are being kept, and those that cannot be."""
 
-    async def put(self, digest: str, handle: str) -> list[str] | None:
+    async def put(self, key: str, handle: str) -> list[str] | None:
         """Put a kept setup into a container; return which paths it deletes, or None if it is not kept.
 
         Raises `SandboxError`.
         """
-        kept = self._kept.get(digest)
+        kept = self._kept.get(key)
         if kept is None:
             return None
         if kept.until_s <= self._clock():
-            self._drop(digest)
+            self._drop(key)
             return None
-        self._kept[digest] = self._kept.pop(digest)
+        self._kept[key] = self._kept.pop(key)
         # Opened anew: each reader has a position of its own, and the file may be dropped meanwhile.
         path = Path(f"/proc/self/fd/{kept.archive.fileno()}")
         with path.open("rb") as archive:  # noqa: ASYNC230 - no disk is read
             await self._engine.ask(lambda client: client.put_archive(handle, "/", archive))
         return kept.deleted
 
-    async def before(self, digest: str, handle: str) -> Changes | None:
+    async def before(self, key: str, handle: str) -> Changes | None:
         """Return what a container has changed before its setup; None if that setup need not be kept."""
-        if digest in self._keeping or digest in self._kept:
+        if key in self._keeping or key in self._kept:
             return None
-        self._keeping.add(digest)
+        self._keeping.add(key)
         try:
             return await self._engine.ask(lambda client: _changes(client, handle))
         except BaseException:
-            self._keeping.discard(digest)
+            self._keeping.discard(key)
             raise
 
-    async def keep(self, digest: str, handle: str, before: Changes | None, ttl_s: float, *, worked: bool) -> None:
+    async def keep(self, key: str, handle: str, before: Changes | None, ttl_s: float, *, worked: bool) -> None:
         """Keep what a setup changed for `ttl_s`, if it worked. Never raises `SandboxError`: the sandbox is usable."""
         if before is None:
             return
         try:
             if worked:
-                await self._keep(digest, handle, before, ttl_s)
-            self._keeping.discard(digest)
-        except TooMuchError as error:  # it stays among those that cannot be kept
-            _log.warning("sandbox_setup_not_kept", digest=digest, why=str(error))
+                await self._keep(key, handle, before, ttl_s)
+            self._keeping.discard(key)
+        except (TooMuchError, tarfile.TarError, UnicodeError) as error:  # it stays among those that cannot be kept
+            _log.warning("sandbox_setup_not_kept", key=key, why=str(error))
         except SandboxError as error:
-            self._keeping.discard(digest)
-            _log.warning("sandbox_setup_not_kept", digest=digest, why=error.message)
+            self._keeping.discard(key)
+            _log.warning("sandbox_setup_not_kept", key=key, why=error.message)
         except BaseException:
-            self._keeping.discard(digest)
+            self._keeping.discard(key)
             raise
 
-    async def _keep(self, digest: str, handle: str, before: Changes, ttl_s: float) -> None:
+    async def _keep(self, key: str, handle: str, before: Changes, ttl_s: float) -> None:
         started_s = self._clock()
         kept = await self._engine.ask(lambda client: _capture(client, handle, before, self._limit_bytes))
         kept.until_s = self._clock() + ttl_s
-        self._kept[digest] = kept
+        self._kept[key] = kept
         while sum(each.size_bytes for each in self._kept.values()) > self._limit_bytes:
             self._drop(next(iter(self._kept)))
         took_s = round(self._clock() - started_s, 3)
-        _log.info("sandbox_setup_kept", digest=digest, size_bytes=kept.size_bytes, took_s=took_s)
+        _log.info("sandbox_setup_kept", key=key, size_bytes=kept.size_bytes, took_s=took_s)
 
-    def _drop(self, digest: str) -> None:
-        self._kept.pop(digest).archive.close()
+    def _drop(self, key: str) -> None:
+        self._kept.pop(key).archive.close()
 
     def close(self) -> None:
         """Drop everything."""
-        for digest in list(self._kept):
-            self._drop(digest)
+        for key in list(self._kept):
+            self._drop(key)
 
 
 def _changes(client: APIClient, handle: str) -> Changes:
