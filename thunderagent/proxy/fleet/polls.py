@@ -116,7 +116,7 @@ class Polls:
         known = self._replicas.known[replica_id]
         if not known.is_lost:
             known.is_lost = True
-            log.warning("replica_lost", replica_id=replica_id, why=why)
+            log.warning("replica_given_up", replica_id=replica_id, why=why)
             self._runtime.replica_lost(replica_id, why, ReplicaState.SILENT)
 
     def replica_up(self, replica_id: str) -> None:

@@ -34,7 +34,7 @@ from thunderagent.programs.model.events import Event
 from thunderagent.proxy.judge.answer import Answered, Failure, Opinion, read_answer
 from thunderagent.proxy.judge.asking import Asker
 from thunderagent.proxy.judge.prompt import DEFAULT_PROMPT, filled
-from thunderagent.proxy.judge.transcript import trajectory_of
+from thunderagent.proxy.judge.transcript import transcript_of_all
 from thunderagent.runtime import Runtime
 
 log = structlog.get_logger("thunderagent.judge")
@@ -242,7 +242,7 @@ class Judge:
         """Return the body of a chat completion with the question about a program."""
         settings = self._settings
         room_chars = settings.max_prompt_tokens * CHARS_PER_TOKEN - len(settings.prompt)
-        transcript = trajectory_of(case.bodies, max(CHARS_PER_TOKEN, room_chars))
+        transcript = transcript_of_all(case.bodies, max(CHARS_PER_TOKEN, room_chars))
         if transcript is None:
             return Failure.NO_TASK
         question = filled(

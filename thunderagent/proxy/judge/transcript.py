@@ -49,7 +49,7 @@ MAIN_RATIO = 0.5
 """Part of the room for steps that the first agent gets where there are others; these share the rest."""
 
 
-def trajectory_of(bodies: Sequence[tuple[str, bytes]], limit_chars: int) -> Transcript | None:
+def transcript_of_all(bodies: Sequence[tuple[str, bytes]], limit_chars: int) -> Transcript | None:
     """Return what a judge gets to read of all agents of a program, in at most `limit_chars`.
 
     The task is the first one's that has any: that is what the user asked for. Each agent's steps follow under its

@@ -17,7 +17,7 @@ from thunderagent.proxy.judge import DEFAULT_PROMPT, Judge, JudgeCollector, Judg
 from thunderagent.proxy.judge.answer import READ_CHARS, Answered, Failure, Opinion, opinion_of, read_answer
 from thunderagent.proxy.judge.judge import MAX_BODY_BYTES, MAX_WAITING_COUNT
 from thunderagent.proxy.judge.prompt import filled
-from thunderagent.proxy.judge.transcript import GAP, LEAST_CHARS, Transcript, cut, trajectory_of, transcript_of
+from thunderagent.proxy.judge.transcript import GAP, LEAST_CHARS, Transcript, cut, transcript_of, transcript_of_all
 from thunderagent.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -500,6 +500,6 @@ def test_what_is_kept_of_programs_has_a_limit(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("limit_chars", [0, 10, 100, 1000])
 def test_a_trajectory_keeps_to_its_limit(limit_chars: int) -> None:
     long = chat(("user", "t" * 2000), *(("assistant", "s" * 300) for _ in range(20)))
-    read = trajectory_of([("", long), ("x" * 200, long), ("y", long)], limit_chars)
+    read = transcript_of_all([("", long), ("x" * 200, long), ("y", long)], limit_chars)
     assert read is None or len(read.task) + len(read.steps) <= limit_chars + LEAST_CHARS
-    assert trajectory_of([("", b"{}"), ("y", b"[")], limit_chars) is None
+    assert transcript_of_all([("", b"{}"), ("y", b"[")], limit_chars) is None
