@@ -26,8 +26,8 @@ SCRIPT = """
 import json, sys
 from harness import Engine, run_load
 model, programs, seeds = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
-for count in programs:
-    for seed in range(seeds):
+for seed in range(seeds):
+    for count in programs:
         for name, settings in (("stock", None), ("plugin", {}), ("told", {"told": True}), ("mars", {"preset": "mars"})):
             figures = run_load(Engine(model, settings), count, seed)
             print(json.dumps({"programs": count, "seed": seed, "arm": name, **figures}), flush=True)
@@ -58,9 +58,8 @@ def main() -> None:
     runs = in_vllm(model, json.dumps(counts), str(arguments.seeds))
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(runs, indent=1) + "\n")
-    print(
-        f"{'programs':>8} {'arm':>7} {'turns/min':>9} {'ratio':>6} {'least':>6} {'hits':>5} {'p99 s':>6} {'program s':>9}"
-    )
+    heads = ("programs", "arm", "turns/min", "ratio", "least", "hits", "p99 s", "program s")
+    print("{:>8} {:>7} {:>9} {:>6} {:>6} {:>5} {:>6} {:>9}".format(*heads))
     for count in counts:
         by_arm: dict[str, list[dict[str, Any]]] = {}
         for run in runs:

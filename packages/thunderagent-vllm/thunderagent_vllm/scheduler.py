@@ -7,7 +7,7 @@ scheduling stays on. On a version of vLLM that was not tried it makes vLLM's own
 
 The subclass is thin: each hook calls vLLM's method as it is, and `Agents` before or after it. vLLM's `schedule` is
 never copied. Ours runs inside `_guarded`: an exception there would end the engine, so it turns the plugin off instead.
-all pins are let go, priorities are as they came, and what waits is ordered as vLLM orders it: the stock scheduler.
+Then all pins are let go, priorities are as they came, and what waits is ordered as by the stock scheduler.
 """
 
 from __future__ import annotations
