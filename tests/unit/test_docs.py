@@ -87,7 +87,7 @@ ENDPOINTS = {
     *("sandboxes", "work", "NAMESPACE", "tools", "summary", "history", "events", "dashboard"),
     *("operations", "deployment", "statefulset", "keys", "config", "concurrency"),
     *("tokenize", "detokenize", "version", "reset_prefix_cache", "generate", "inference", "skyrl"),
-    *("openapi", "docs", "dashboard", "internal"),
+    *("openapi", "docs", "dashboard", "internal", "thunderagent"),
     *("pause", "resume", "pause_generation", "continue_generation", "flush_cache", "is_paused", "is_sleeping"),
     *("sleep", "wake_up", "release_kv_cache_memory", "release_memory_occupation", "resume_memory_occupation"),
     *("start_weight_update", "start_draft_weight_update", "finish_weight_update", "finalize_weight_update"),

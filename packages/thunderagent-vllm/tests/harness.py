@@ -20,6 +20,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
+from thunderagent_vllm.scheduler import programs_class
+from thunderagent_vllm.settings import read_settings
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -30,9 +32,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
-
-from thunderagent_vllm.scheduler import programs_class
-from thunderagent_vllm.settings import read_settings
 
 BASE_S, PROMPT_S, GENERATED_S = 0.012, 0.00065, 0.003
 """Fitted by eye to the small model on one core: 16 programs thrash as on the real engine."""
@@ -85,8 +84,12 @@ class Engine:
         config = config_of(
             self.model, self.blocks, self.block_tokens, self.budget, self.caching, self.policy, self.seqs
         )
-        spec = FullAttentionSpec(block_size=self.block_tokens, num_kv_heads=1, head_size=1, dtype=__import__("torch").float32)
-        cache = KVCacheConfig(num_blocks=self.blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+        spec = FullAttentionSpec(
+            block_size=self.block_tokens, num_kv_heads=1, head_size=1, dtype=__import__("torch").float32
+        )
+        cache = KVCacheConfig(
+            num_blocks=self.blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
+        )
         base = AsyncScheduler if self.is_async else Scheduler
         arguments = {
             "vllm_config": config,
@@ -104,10 +107,19 @@ class Engine:
             self.scheduler = made(thunderagent_settings=settings, thunderagent_clock=lambda: self.now_s, **arguments)
         self.pending: list[tuple[Any, Any]] = []
 
-    def add(self, request_id: str, tokens: list[int], output: int, program: str | None = None, priority: int = 0,
-            hold_s: float | None = None) -> Request:
+    def add(
+        self,
+        request_id: str,
+        tokens: list[int],
+        output: int,
+        program: str | None = None,
+        priority: int = 0,
+        hold_s: float | None = None,
+    ) -> Request:
         extra = None if hold_s is None else {"thunderagent_hold_s": hold_s}
-        parameters = SamplingParams(max_tokens=output, min_tokens=output, ignore_eos=True, temperature=0, extra_args=extra)
+        parameters = SamplingParams(
+            max_tokens=output, min_tokens=output, ignore_eos=True, temperature=0, extra_args=extra
+        )
         request = Request(
             request_id=request_id,
             prompt_token_ids=tokens,
@@ -256,9 +268,7 @@ def run_load(engine: Engine, count: int, seed: int, seconds: float = 200.0, warm
     }
 
 
-def step_costs(
-    model: str, running: int, steps: int, settings: dict[str, Any] | None, *, waiting: int = 0
-) -> float:
+def step_costs(model: str, running: int, steps: int, settings: dict[str, Any] | None, *, waiting: int = 0) -> float:
     """Return the seconds of scheduler time for a step with `running` generating requests, and others that wait."""
     engine = Engine(model, settings, blocks=running * 16 + 64, budget=4096, seqs=running)
     for number in range(running):

@@ -166,7 +166,9 @@ def check_no_wedge() -> dict[str, Any]:
     return {"waited_s": round(engine.now_s - begun_s, 2)}
 
 
-def history(seed: int, settings: dict[str, Any] | None, *, fault: str | None = None) -> tuple[Engine, dict[str, int]]:
+def history(  # noqa: C901 - one history, in order
+    seed: int, settings: dict[str, Any] | None, *, fault: str | None = None
+) -> tuple[Engine, dict[str, int]]:
     """Run random requests: siblings, aborts, resets, hints, messages; return the engine and what each asked for."""
     rng = random.Random(seed)
     engine = Engine(
@@ -295,9 +297,8 @@ def check_faults() -> dict[str, Any]:
 def check_factory() -> dict[str, Any]:
     """The factory takes vLLM's own scheduler where it must, and says why."""
     from harness import config_of
-    from vllm.v1.engine.core import EngineCore
-
     from thunderagent_vllm import scheduler, surface
+    from vllm.v1.engine.core import EngineCore
 
     config = config_of(MODEL, 200, 32, 2048, True, "fcfs", 16)
     engine = Engine(MODEL, None)

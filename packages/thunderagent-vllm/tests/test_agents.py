@@ -27,7 +27,8 @@ def agents(**settings: Any) -> Agents:
 def order(made: Agents, now_s: float, *request_ids: str, priority: dict[str, int] | None = None) -> list[str]:
     priorities = priority or {}
     return sorted(
-        request_ids, key=lambda each: made.waiting_key(each, priorities.get(each, 0), float(request_ids.index(each)), now_s)
+        request_ids,
+        key=lambda each: made.waiting_key(each, priorities.get(each, 0), float(request_ids.index(each)), now_s),
     )
 
 

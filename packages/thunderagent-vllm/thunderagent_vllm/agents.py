@@ -21,6 +21,7 @@ fit, at most half of the budget; and is halved until it fits the free blocks (`s
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -312,6 +313,6 @@ class Agents:
 
 def hold_of(hint: object) -> float | None:
     """Return how long to hold, in seconds, bounded; None if that is no number."""
-    if isinstance(hint, bool) or not isinstance(hint, (int, float)) or hint != hint:
+    if isinstance(hint, bool) or not isinstance(hint, (int, float)) or math.isnan(hint):
         return None
     return min(max(0.0, float(hint)), HOLD_MOST_S)

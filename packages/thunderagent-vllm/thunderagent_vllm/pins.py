@@ -34,8 +34,8 @@ class Pool(Protocol):
 class Pin:
     """The blocks of one program.
 
-    `birth` counts programs, `came_back` is whether it had more than one turn. It is stale from `stale_s` on, and over at
-    `until_s`.
+    `birth` counts programs, `came_back` is whether it had more than one turn. It is stale from `stale_s` on, and over
+    at `until_s`.
     """
 
     __slots__ = ("birth", "blocks", "came_back", "since_s", "stale_s", "until_s")

@@ -2,12 +2,12 @@
 
 Theory of operation
 -------------------
-`Scheduler(...)` is a factory: it makes a subclass of the scheduler that vLLM would take, so that asynchronous scheduling
-stays on. On a version of vLLM that was not tried it makes vLLM's own, and says so in the log.
+`Scheduler(...)` is a factory: it makes a subclass of the scheduler that vLLM would take, so that asynchronous
+scheduling stays on. On a version of vLLM that was not tried it makes vLLM's own, and says so in the log.
 
-The subclass is thin: each hook calls vLLM's method as it is, and `Agents` before or after it. vLLM's `schedule` is never
-copied. Ours runs inside `_guarded`: an exception there would end the engine, so it turns the plugin off instead. Then
-all pins are let go, priorities are as they came, and what waits is ordered as vLLM orders it: the stock scheduler.
+The subclass is thin: each hook calls vLLM's method as it is, and `Agents` before or after it. vLLM's `schedule` is
+never copied. Ours runs inside `_guarded`: an exception there would end the engine, so it turns the plugin off instead.
+Then all pins are let go, priorities are as they came, and what waits is ordered as by the stock scheduler.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from thunderagent_vllm import PROTOCOL, __version__, surface
@@ -88,8 +88,8 @@ def _versions() -> dict[str, Any]:
     return {"protocol": PROTOCOL, "version": __version__, "vllm": ".".join(map(str, surface.vllm_version()))}
 
 
-@lru_cache(maxsize=None)
-def programs_class(base: Any) -> Any:
+@cache
+def programs_class(base: Any) -> Any:  # noqa: C901 - one class, whose base is known when vLLM runs
     """Return the subclass of one of vLLM's schedulers."""
 
     class ProgramScheduler(base):  # type: ignore[misc]
@@ -124,11 +124,10 @@ def programs_class(base: Any) -> Any:
             self._small_tokens = seen.generated_tokens
             self._allocate = self.kv_cache_manager.allocate_slots
             self._is_quiet = True
-            if self._acts:
-                if settings.order:
-                    self._stock_queue = type(self.waiting)
-                    self.waiting = ProgramQueue(self._waiting_key)
-                    self.policy = type(self.policy).PRIORITY
+            if self._acts and settings.order:
+                self._stock_queue = type(self.waiting)
+                self.waiting = ProgramQueue(self._waiting_key)
+                self.policy = type(self.policy).PRIORITY
             self._on = True
 
         # --- vLLM's methods
@@ -386,7 +385,7 @@ def programs_class(base: Any) -> Any:
             self._victim = None
             self.policy = self._stock_policy
             self._set_quiet(True)
-            for program_id, _ in self.agents.pins.items():
+            for program_id in [each for each, _ in self.agents.pins.items()]:
                 with suppress(Exception):
                     self.agents.pins.drop(program_id, "dropped")
 
