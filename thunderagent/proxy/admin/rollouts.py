@@ -49,7 +49,7 @@ class RolloutHandlers:
         `wait_s` waits so long for the program's end, at most a minute.
         """
         rollouts, program_id = self._on(), request.match_info["program_id"]
-        view, generation = _view(request, "turns"), _number(request, "generation")
+        view, generation = _view(request, default="turns"), _number(request, "generation")
         wait_s = _number(request, "wait_s")
         entry = self._find(rollouts, program_id, generation)
         if wait_s and not entry.rollout.ended and generation is None:
@@ -72,7 +72,7 @@ class RolloutHandlers:
     async def rollouts(self, request: web.Request) -> web.StreamResponse:
         """Return ended rollouts as lines of JSON, in the order of their ending; `X-Next` is the next `after`."""
         rollouts, own = self._on(), self._tenancy.own
-        view, after = _view(request, "samples"), _number(request, "after") or 0
+        view, after = _view(request, default="samples"), _number(request, "after") or 0
         limit = min(MAX_ROLLOUTS_COUNT, _number(request, "limit") or 100)
         group_id, found = request.query.get("group"), []
         for entry in rollouts.table.ended_after(after, group_id=group_id, tenant=own):
@@ -146,7 +146,7 @@ def turn_report(turn: Turn) -> dict[str, Any]:
     return said
 
 
-def _view(request: web.Request, default: View) -> View:
+def _view(request: web.Request, *, default: View) -> View:
     view = request.query.get("view", default)
     for each in VIEWS:
         if view == each:
