@@ -43,6 +43,9 @@ JUDGE = JudgeModel(
 DEFAULT_JUDGE = replace(JUDGE, every_turns_count=5, max_transcript_tokens=7700)
 """The same judge, asked as the proxy does by default."""
 
+FAIL_COUNT = 10
+"""K_fail of the paper, for a verdict at each step; it is divided by the steps between two verdicts."""
+
 BATCH_COUNT = 16
 BLOCK_TOKENS = 256
 HORIZON_S = 100_000.0
@@ -137,7 +140,9 @@ def _runs_of(runner: Runner, name: str, policy: str, judge: JudgeModel | None) -
     assert programs.programs_count is not None
     scenario = scenario_of(PROFILE, minutes=HORIZON_S / 60, loop="open")
     engine = replace(scenario.engine, max_num_seqs=BATCH_COUNT, block_size=BLOCK_TOKENS)
-    scenario = replace(scenario, engine=engine, sample_interval_s=60.0, judge=judge)
+    fail_count = FAIL_COUNT if judge is None else max(1, round(FAIL_COUNT / judge.every_turns_count))
+    scheduler = replace(scenario.scheduler, judge_fail_count=fail_count)
+    scenario = replace(scenario, engine=engine, sample_interval_s=60.0, judge=judge, scheduler=scheduler)
     result = runner.compare(name, scenario, programs, [policy], [programs.programs_count], keep_samples=False)
     return result.runs_of(policy, programs.programs_count)
 

@@ -4,7 +4,8 @@ The proxy does its full work for every turn: identity, lease, ledger, usage, log
 same proxy under the policy `passthrough`, a relay on aiohttp, a relay on the proxy's own protocols (the least that a
 turn can cost), a gateway with its scheduler, and the stock routers of vLLM and SGLang, each pinned to the same core.
 All are measured in turn several times in one run; ratios are reported with their 95 % intervals. The processor time of
-each, including its children, is reported too: it is valid even if the core has other work.
+each, including its children, is reported too: it is valid even if the core has other work. With `--before DIR` the
+proxy of another checkout is measured beside ours, which shows what a change costs.
 """
 
 from __future__ import annotations
@@ -78,12 +79,19 @@ def commands(
     wire_port: int = 0,
     passthrough_port: int = 0,
     gateways_port: int = 0,
+    before: tuple[Path, int] | None = None,
 ) -> dict[str, tuple[list[str], int]]:
-    """Return each target's command and port."""
+    """Return each target's command and port; `before` is another checkout, and the port of its proxy."""
     upstream = f"http://127.0.0.1:{engine_port}"
     serve = ["-m", "thunderagent", "serve", "--backends", upstream, "--log-format", "json", "--port"]
     passes = [*serve, str(passthrough_port), "--policy", "passthrough"]
+    earlier = {}
+    if before is not None:
+        folder, port = before[0].resolve(), before[1]
+        there = ["env", "-C", str(folder), f"PYTHONPATH={folder}", sys.executable]
+        earlier = {"before": ([*there, *serve, str(port)], port)}
     return {
+        **earlier,
         "relay": ([sys.executable, "-m", "benchmarks.bare_relay", upstream, str(relay_port)], relay_port),
         "wire": ([sys.executable, "-m", "benchmarks.wire_relay", upstream, str(wire_port)], wire_port),
         "proxy": ([sys.executable, *serve, str(proxy_port)], proxy_port),
@@ -198,8 +206,15 @@ def summary(runs: dict[str, list[dict[str, float]]]) -> dict[str, float]:
             routed |= of_ratios(
                 f"ratio_to_{name}", [ours["requests_per_s"] / its["requests_per_s"] for ours, its in pairs]
             )
+    changed: dict[str, float] = {}
+    for load in ("whole", "single", "large", "stream") if "before_whole" in runs else ():
+        rate = "events_per_s" if load == "stream" else "requests_per_s"
+        pairs = list(zip(runs[f"proxy_{load}"], runs[f"before_{load}"], strict=True))
+        changed |= of_ratios(f"{load}_ratio_to_before", [now[rate] / then[rate] for now, then in pairs])
+        changed |= of_ratios(f"{load}_cpu_ratio_to_before", [now["cpu_us"] / then["cpu_us"] for now, then in pairs])
     return {
         **routed,
+        **changed,
         "proxy_requests_per_s": median(run["requests_per_s"] for run in runs["proxy_whole"]),
         "relay_requests_per_s": median(run["requests_per_s"] for run in runs["relay_whole"]),
         **of_ratios("ratio_to_relay", ratios),
@@ -265,7 +280,8 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         if args.held:
             results["memory"] = await held_memory(engine_port, args.held, logs / "held.log")
             print(results["memory"])
-        starts = commands(engine_port, *(free_port() for _ in range(5)))
+        before = (Path(args.before), free_port()) if args.before else None
+        starts = commands(engine_port, *(free_port() for _ in range(5)), before)
         if args.routers:
             routers, results["missing"] = await asyncio.to_thread(router_commands, engine_port)
             starts |= routers
@@ -288,6 +304,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=16, help="streams at a time")
     parser.add_argument("--held", type=int, default=10_000, help="turns to hold for the memory figure; 0 skips it")
     parser.add_argument("--routers", action=argparse.BooleanOptionalAction, default=True, help="measure those, too")
+    parser.add_argument("--before", help="another checkout, whose proxy is measured beside ours")
     parser.add_argument("--logs", default="out/overhead", help="folder for the servers' logs")
     parser.add_argument("--name", default="overhead", help="name of the result file")
     args = parser.parse_args()

@@ -1,6 +1,7 @@
 """Reproduce the figures of the papers behind the project in the simulator, with one command each.
 
-    scripts/bench papers fig4       # ThunderAgent, Fig. 1, 4 and 5: one engine, six settings, turns/min, prefix hits
+    scripts/bench papers fig4       # ThunderAgent, Fig. 1, 4, 5, 10: one engine, nine settings: turns/min, hits, time
+    scripts/bench papers fig4-last  # the same at the last load, with Continuum, the released code and the default
     scripts/bench papers fig2a      # Fig. 2a: how far two replicas drift apart in 90 minutes
     scripts/bench papers fig6b      # Fig. 6b: time between checks, and decay
     scripts/bench papers table2     # Table 2: a rollout of 144 programs on two replicas
@@ -46,7 +47,7 @@ from thunderagent.simulator.workloads.distributions import workload
 
 Figures = dict[str, Any]
 
-POLICIES = ("passthrough", "ttl", "thunderagent", "breakeven", "oracle")
+POLICIES = ("passthrough", "continuum", "thunderagent", "thunderagent-released", "breakeven")
 
 
 @dataclass(frozen=True)
@@ -60,15 +61,20 @@ class Setting:
     paper_ratio: float
 
 
-ONE_NODE = (24, 48, 72, 96)
+ONE_NODE = (24, 48, 96)
+FP8_KV = "glm-4.6-h100x8-fp8kv"
 SETTINGS = (
     Setting("a: mini-SWE-agent, GLM-4.6", "mini-swe-agent", "glm-4.6-h100x8", ONE_NODE, 2.65),
     Setting("b: OpenHands, GLM-4.6", "openhands", "glm-4.6-h100x8", ONE_NODE, 3.58),
-    Setting("c: ToolOrchestra HLE, Qwen3-8B", "toolorchestra-hle", "qwen3-8b-rtx5090", (24, 32, 40, 48), 1.48),
+    Setting("c: ToolOrchestra HLE, Qwen3-8B", "toolorchestra-hle", "qwen3-8b-rtx5090", (24, 32, 48), 1.48),
     Setting("d: mini-SWE-agent, Qwen3-235B", "mini-swe-agent", "qwen3-235b-h100x8", ONE_NODE, 3.02),
     Setting("e: OpenHands, Qwen3-235B", "openhands", "qwen3-235b-h100x8", ONE_NODE, 2.43),
     Setting("f: ScienceAgentBench, GLM-4.6", "scienceagentbench", "glm-4.6-h100x8", ONE_NODE, 1.24),
+    Setting("a, KV of 8 bits", "mini-swe-agent", FP8_KV, ONE_NODE, 2.65),
+    Setting("b, KV of 8 bits", "openhands", FP8_KV, ONE_NODE, 3.58),
+    Setting("f, KV of 8 bits", "scienceagentbench", FP8_KV, ONE_NODE, 1.24),
 )
+"""The size of the pool is the first guess: 16 bits for a number in the KV cache, or the 8 bits of the authors' runs."""
 
 NODES_COUNT = 2
 ROLLOUT_PROGRAMS_COUNT = 144
@@ -79,24 +85,49 @@ SANDBOXES = ToolSettings(hands_count=8, sandbox_disk_bytes=10 * 2**30, disk_byte
 """A host of OpenHands' sandboxes, of 10 GB each as in the paper: eight are prepared at a time."""
 
 
-# --- Figures 1, 4 and 5 ---------------------------------------------------------------------------
+# --- Figures 1, 4, 5 and 10 ---------------------------------------------------------------------------
 
 
 def serving(runner: Runner, console: Console) -> Figures:
-    """Simulate one engine at six settings: turns a minute and prefix hits against programs at a time."""
+    """Simulate one engine in the paper's settings: turns a minute, prefix hits and latency against programs."""
     results = {}
-    for setting in SETTINGS:
+    for setting in sorted(SETTINGS, key=lambda setting: setting.profile != FP8_KV):
         scenario = scenario_of(setting.profile, minutes=60, warmup_minutes=10)
         result = runner.compare(setting.title, scenario, workload(setting.workload), POLICIES, setting.programs_counts)
         results[setting.title] = result
         console.print(table(setting.title, result, f"paper at the last load: {setting.paper_ratio} x vLLM"))
+    results = {setting.title: results[setting.title] for setting in SETTINGS}
     save_plot("papers-fig4", _panels(results, "turns/min", lambda row: row.turns_per_min.mean))
     save_plot("papers-fig5", _panels(results, "prompt tokens cached (%)", lambda row: row.hit_ratio.mean * 100))
-    save_plot("papers-fig1", _fig1(results[SETTINGS[0].title]))
+    save_plot("papers-fig10", _panels(results, "turn, mean (s)", lambda row: row.turn_mean_s.mean))
+    save_plot("papers-fig1", _fig1(results["a, KV of 8 bits"]))
     return {
         setting.title: {"paper_ratio": setting.paper_ratio, "rows": rows_of(results[setting.title])}
         for setting in SETTINGS
     }
+
+
+LIGHT = ("scienceagentbench",)
+RIVALS = ("passthrough", "continuum", "thunderagent-released", "breakeven")
+
+
+def serving_last(runner: Runner, console: Console) -> Figures:
+    """Simulate each setting at its last load alone, with the authors' rival and their released code.
+
+    What `fig4` has at this load anyway is left out, but for the baseline and the default.
+    """
+    figures: Figures = {}
+    for setting in sorted(SETTINGS, key=lambda setting: setting.profile != FP8_KV or setting.workload in LIGHT):
+        scenario = scenario_of(setting.profile, minutes=60, warmup_minutes=10)
+        policies = POLICIES if setting.profile == FP8_KV else RIVALS
+        loads = setting.programs_counts[-1:]
+        result = runner.compare(
+            setting.title, scenario, workload(setting.workload), policies, loads, keep_samples=False
+        )
+        console.print(table(setting.title, result, f"paper: {setting.paper_ratio} x vLLM"))
+        figures[setting.title] = {"paper_ratio": setting.paper_ratio, "rows": rows_of(result)}
+        runner.keep(figures)
+    return figures
 
 
 def _fig1(result: ComparisonResult) -> Figure:
@@ -108,7 +139,7 @@ def _fig1(result: ComparisonResult) -> Figure:
         (panels[1], "prompt tokens cached (%)", lambda row: row.hit_ratio.mean * 100),
         (panels[2], "turn latency, mean (s)", lambda row: row.turn_mean_s.mean),
     ):
-        plot_lines(axes, result, pick, only=("passthrough", "thunderagent"))
+        plot_lines(axes, result, pick, only=("passthrough", "continuum", "thunderagent"))
         axes.set_ylabel(label)
     add_legend(figure, panels[0])
     return figure
@@ -121,12 +152,13 @@ def imbalance(runner: Runner, console: Console) -> Figures:
     """Simulate two replicas for 90 minutes: the gap between their engines' use, as a part of a replica's capacity."""
     scenario = scenario_of("glm-4.6-h100x8", replicas_count=NODES_COUNT, minutes=90)
     figures: Figures = {}
-    figure = Figure(figsize=(7.2, 4.4), layout="constrained")
-    panels = figure.subplots(2, 2, sharex=True, sharey=True)
-    contestants = ("sticky", "passthrough", "thunderagent", "breakeven")
+    figure = Figure(figsize=(7.2, 6.4), layout="constrained")
+    panels = figure.subplots(3, 2, sharex=True, sharey=True)
+    panels[2][1].set_axis_off()
+    contestants = ("sticky", "passthrough", "thunderagent", "thunderagent-released", "breakeven")
     result = runner.compare("fig2a", scenario, workload("openhands"), contestants, [48])
     capacity_tokens = scenario.engine.capacity_tokens
-    for axes, contestant in zip(panels.flat, contestants, strict=True):
+    for axes, contestant in zip(panels.flat, contestants, strict=False):
         gaps, first = [], result.runs_of(contestant, 48)[0].result
         for run in result.runs_of(contestant, 48):
             gaps += [_gap_ratio(sample.replicas, capacity_tokens) for sample in run.result.samples]
@@ -141,7 +173,7 @@ def imbalance(runner: Runner, console: Console) -> Figures:
             axes.plot(minutes, used, linewidth=0.8, color=("#1c88cf", "#d55e00")[number], label=f"replica {number}")
         axes.set_title(contestant, fontsize=9, loc="left")
         console.print(contestant, figures[contestant])
-    for axes in panels[1]:
+    for axes in (panels[1][1], panels[2][0]):
         axes.set_xlabel("minutes")
     for axes in panels[:, 0]:
         axes.set_ylabel("KV in use (%)")
@@ -167,7 +199,7 @@ def ablation(runner: Runner, console: Console) -> Figures:
         base: f"thunderagent:half_life_s={math.log(2) / math.log(base) if base > 1 else math.inf:.4g}"
         for base in (1.0, 1.1, 1.5, 2.0, 4.0)
     }
-    contestants = ("passthrough", "breakeven", *by_check.values(), *by_base.values())
+    contestants = ("passthrough", "breakeven", "thunderagent-released", *by_check.values(), *by_base.values())
     result = runner.compare("fig6b", scenario, workload("mini-swe-agent"), contestants, [96])
     rows = {row.contestant: row for row in result.rows()}
     figure = Figure(figsize=(7.2, 2.6), layout="constrained")
@@ -217,7 +249,7 @@ def rollout(runner: Runner, console: Console) -> Figures:
             at_first_tool = replace(SANDBOXES, prepare_at="first_tool")
             loops |= {f"{loop}, at the first tool": replace(loops[loop], tools=at_first_tool) for loop in list(loops)}
         for loop, scenario in loops.items():
-            contestants = ("sticky", "passthrough", "thunderagent", "breakeven", "oracle")
+            contestants = ("sticky", "thunderagent", "thunderagent-released", "breakeven")
             result = runner.compare(f"{name}, {loop}", scenario, workload(name), contestants, [ROLLOUT_PROGRAMS_COUNT])
             console.print(table(f"Table 2, {name}, {loop}", result, note))
             figures[name][loop] = rows_of(result)
@@ -310,8 +342,8 @@ def table(title: str, result: ComparisonResult, caption: str) -> Table:
 
 
 def _panels(results: dict[str, ComparisonResult], label: str, pick: Callable[[Row], float]) -> Figure:
-    figure = Figure(figsize=(7.2, 4.6), layout="constrained")
-    panels = figure.subplots(2, 3)
+    figure = Figure(figsize=(7.2, 6.6), layout="constrained")
+    panels = figure.subplots(3, 3)
     for axes, (title, result) in zip(panels.flat, results.items(), strict=True):
         plot_lines(axes, result, pick)
         axes.set_title(title, fontsize=8, loc="left")
@@ -323,6 +355,7 @@ def _panels(results: dict[str, ComparisonResult], label: str, pick: Callable[[Ro
 
 COMMANDS: dict[str, Callable[[Runner, Console], Figures]] = {
     "fig4": serving,
+    "fig4-last": serving_last,
     "fig2a": imbalance,
     "fig6b": ablation,
     "table2": rollout,
@@ -348,15 +381,19 @@ def main() -> None:
     console = Console()
     console.width = max(console.width, 150)  # the tables' width
     runner = Runner(seeds_count=args.seeds, jobs_count=args.jobs, console=console)
-    figures = COMMANDS[args.figure](runner, console)
+
+    def keep(figures: Figures) -> None:
+        report = {
+            "command": shlex.join(["python", "-m", "benchmarks.papers", *sys.argv[1:]]),
+            "seeds": args.seeds,
+            "figures": figures,
+            "goodput": runner.in_time,
+        }
+        save_results(f"papers-{args.figure}", report)
+
+    runner.keep = keep
+    keep(COMMANDS[args.figure](runner, console))
     console.print(goodput_table(runner.in_time))
-    report = {
-        "command": shlex.join(["python", "-m", "benchmarks.papers", *sys.argv[1:]]),
-        "seeds": args.seeds,
-        "figures": figures,
-        "goodput": runner.in_time,
-    }
-    save_results(f"papers-{args.figure}", report)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ COLOURS = {
     "ttl": "#e69f00",
     "thunderagent": "#1c88cf",
     "thunderagent-ports": "#d55e00",
+    "thunderagent-released": "#0b3c6b",
     "oracle": "#009e73",
     "breakeven": "#b5182b",
     "autellix": "#56b4e9",
@@ -65,7 +66,7 @@ def scenario_of(
 class Runner:
     """Runs comparisons with the command line's shared options, and shows their progress.
 
-    `in_time` has the rows of each for `goodput_table`.
+    `in_time` has the rows of each for `goodput_table`; `keep` stores what a figure has so far.
     """
 
     def __init__(self, *, seeds_count: int, jobs_count: int | None, console: Console) -> None:
@@ -73,6 +74,7 @@ class Runner:
         self.jobs_count = jobs_count
         self._console = console
         self.in_time: list[dict[str, str | int]] = []
+        self.keep: Callable[[dict[str, object]], None] = lambda _figures: None
 
     def compare(
         self,

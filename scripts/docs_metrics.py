@@ -29,6 +29,7 @@ from thunderagent.proxy.judge.judge import Asker
 from thunderagent.proxy.watch.autoscaling import AutoscalingCollector
 from thunderagent.proxy.watch.metrics import StateCollector
 from thunderagent.proxy.watch.open_files import OpenFiles
+from thunderagent.proxy.watch.rollouts import RolloutCollector, Rollouts, RolloutSettings
 from thunderagent.proxy.watch.turn_metrics import LoopLag, TurnMetrics
 from thunderagent.runtime import Runtime
 from thunderagent.scale.gateway.app import GatewayCollector
@@ -43,6 +44,7 @@ GROUPS = {
     "Tools and sandboxes": r"tool|sandbox",
     "Tenants": r"tenant",
     "Hints": r"hint",
+    "Rollouts": r"rollout",
     "Judge": r"judge_|programs_by_level|program_outcomes",
     "Gateways and schedulers": r"gateway|fail_open|scheduler_",
 }
@@ -82,6 +84,8 @@ def described() -> list[Described]:
     manager.failure_counts["x"] = 1
     registry.register(SandboxCollector(manager, registry))
     registry.register(JudgeCollector(Judge(runtime, _nobody)))
+    recorded = Rollouts(RolloutSettings(False, None, 1, 1, 1.0, 1), runtime)
+    registry.register(RolloutCollector(recorded))
     of_gateways = GatewayCollector(RemoteRuntime(CarriedTurns("g", 1), RemoteSettings()))
     links = Links(runtime, replicas, Poller(Polls(runtime, replicas), PollerSettings()), gateway_lost_s=5.0)
     collectors = [*dict.fromkeys(registry._collector_to_names), of_gateways, CellCollector(links.report)]  # noqa: SLF001 - there is no other way

@@ -181,7 +181,7 @@ class KeyExistsError(RequestError):
 
 
 class UnreadableEncodingError(RequestError):
-    """The request body is packed in a way that is not installed here; the message names the extra that reads it."""
+    """The request body is packed in a way that is not read here; the message names those that are, or an extra."""
 
     status = 415
     code = "unreadable_encoding"
@@ -192,6 +192,27 @@ class BodyTooLargeError(RequestError):
 
     status = 413
     code = "body_too_large"
+
+
+class RolloutsOffError(ThunderAgentError):
+    """Rollouts are not recorded; `--rollouts` turns that on."""
+
+    status = 400
+    code = "rollouts_off"
+
+
+class NoRolloutError(ThunderAgentError):
+    """There is no rollout of that program, or it is another tenant's."""
+
+    status = 404
+    code = "no_rollout"
+
+
+class RolloutDroppedError(ThunderAgentError):
+    """The rollout of that program was dropped: memory or disk was short, its time was over, or it was deleted."""
+
+    status = 410
+    code = "rollout_dropped"
 
 
 class NotFoundError(RequestError):

@@ -63,6 +63,7 @@ NOT_WITH_GATEWAYS = (
     "judge_url",
     "keys_file",
     "otlp_endpoint",
+    "rollouts",
     "sandboxes",
 )
 """Settings that need the carrier of bytes and the scheduler in one process."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import pytest_asyncio
 
-from tests.e2e.support import BrowserError, chromium
+from tests.e2e.support import CLOSE_S, BrowserError, chromium
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -70,7 +71,8 @@ def open_page(browser: Browser) -> OpenPage:
             await page.goto(url + path)
             yield page
         finally:
-            await window.close()
+            async with asyncio.timeout(CLOSE_S):
+                await window.close()
         assert [other for other in strangers if not other.startswith(f"{url}/")] == []
         assert [each for each in complaints if allowed is None or allowed not in each] == []
 

@@ -43,7 +43,7 @@ async def take_all(warm_up_s: float) -> None:
         ):
             await asyncio.sleep(warm_up_s)
             for scheme in ("light", "dark"):
-                async with await _page(browser, server.url, scheme, width=1280, height=1010) as page:
+                async with await _page(browser, server.url, scheme, width=1280, height=1280) as page:
                     await _save(page, f"dashboard-{scheme}.png")
                 program_id = await _with_most_to_tell(server.url)
                 where = urlencode({"program": program_id})

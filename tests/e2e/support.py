@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import os
 import shutil
-from contextlib import asynccontextmanager
+import signal
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +18,15 @@ from benchmarks.processes import Server, thunderagent
 from tests.debian import install
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 
     from playwright.async_api import Browser
 
 CHROMIUM = "/usr/bin/chromium"
 WORDS_PER_TURN = (150, 450)
+LAUNCH_S = 120.0
+CLOSE_S = 20.0
+"""How long a browser or a page may take to close; one that does not answer is killed."""
 
 
 class BrowserError(RuntimeError):
@@ -50,12 +54,59 @@ async def chromium() -> AsyncIterator[Browser]:
         raise BrowserError("no playwright: pip install '.[e2e]' in a checkout") from error
     path = await asyncio.to_thread(ensure_chromium)
     options = ["--disable-dev-shm-usage", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
-    async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=path, args=options)
-        try:
-            yield browser
-        finally:
-            await browser.close()
+    before, begun = _processes().keys(), dict[int, int]()
+    async with AsyncExitStack() as endings:  # the last one first, and each one whatever the others do
+        endings.callback(_kill, begun)
+        async with asyncio.timeout(LAUNCH_S):
+            playwright = await async_playwright().start()
+            endings.push_async_callback(_bounded, playwright.stop)
+            driver_ids = _processes().keys() - before
+            begun.update(_descendants(driver_ids))
+            browser = await playwright.chromium.launch(executable_path=path, args=options, timeout=1000 * LAUNCH_S)
+            endings.push_async_callback(_bounded, browser.close)
+            begun.update(_descendants(driver_ids))
+        yield browser
+
+
+async def _bounded(ending: Callable[[], Awaitable[None]]) -> None:
+    """End something, and do not wait for it for ever."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(CLOSE_S):
+            await ending()
+
+
+def _processes() -> dict[int, tuple[int, int]]:
+    """Return the parent and the time of start of each process of this one's user."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if folder.stat().st_uid == os.getuid():
+                found[int(folder.name)] = int(fields[1]), int(fields[19])
+    return found
+
+
+def _descendants(of: Iterable[int]) -> dict[int, int]:
+    """Return the times of start of these processes that come from this one, and of all below them."""
+    processes, own_pid, of = _processes(), os.getpid(), set(of)
+
+    def line_of(pid: int) -> Iterator[int]:
+        while pid in processes and pid != own_pid:
+            yield pid
+            pid = processes[pid][0]
+        yield pid
+
+    lines = {pid: set(line_of(pid)) for pid in processes}
+    return {pid: processes[pid][1] for pid, line in lines.items() if own_pid in line and pid != own_pid and line & of}
+
+
+def _kill(begun: dict[int, int]) -> None:
+    """Kill those of these processes that are still there; another one of the same id began later."""
+    processes = _processes()
+    for pid, start in begun.items():
+        if pid in processes and processes[pid][1] == start:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 @asynccontextmanager
@@ -84,7 +135,7 @@ async def load(url: str, names: list[str], *, tool_s: float, seed: int = 0) -> A
             finally:
                 for task in tasks:
                     task.cancel()
-        await client.post("/programs/release", json={"all": True})
+        await client.post("/programs/release", json={"all": True}, timeout=60)
 
 
 async def _run_programs(client: httpx2.AsyncClient, name: str, tool_s: float, random: Random) -> None:
@@ -93,7 +144,7 @@ async def _run_programs(client: httpx2.AsyncClient, name: str, tool_s: float, ra
         program_id = f"{name}/{number}"
         text = _words(random, 500)
         for _ in range(random.randint(5, 14)):
-            await turn(client, program_id, text, max_tokens=random.randint(24, 96))
+            await turn(client, program_id, text, max_tokens=random.randint(24, 96), stream=True)
             slowness = 5 if random.random() < 0.15 else 1  # now and then a tool is slow
             await asyncio.sleep(random.expovariate(1 / (slowness * tool_s)))
             text += " " + _words(random, random.randint(*WORDS_PER_TURN))
@@ -104,11 +155,14 @@ def _words(random: Random, count: int) -> str:
     return " ".join(f"w{random.randrange(2000)}" for _ in range(count))
 
 
-async def turn(client: httpx2.AsyncClient, program_id: str, text: str, *, max_tokens: int = 8) -> None:
+async def turn(
+    client: httpx2.AsyncClient, program_id: str, text: str, *, max_tokens: int = 8, stream: bool = False
+) -> None:
     """Take one turn, whatever its result."""
     body: dict[str, Any] = {
         "model": "simulated",
         "max_tokens": max_tokens,
+        "stream": stream,
         "messages": [{"role": "system", "content": "you are an agent " * 60}, {"role": "user", "content": text}],
     }
     with contextlib.suppress(httpx2.TransportError):

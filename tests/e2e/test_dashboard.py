@@ -6,6 +6,8 @@ import asyncio
 import json
 import re
 from contextlib import asynccontextmanager
+from statistics import median
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import httpx2
@@ -36,6 +38,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 TWO_ACTIVE = ("--policy", "cap", "--policy-arg", "n=2", "--embedded-engines", "1")
 HELD_COUNT = 3
+HELD_S = 1800.0
+"""How long their clients wait: longer than all tests of a slow machine take."""
 NO_REPLICA = ("--backends", "http://127.0.0.1:9")
 FAILED_REQUEST = "Failed to load resource"
 """What Chromium itself writes."""
@@ -57,6 +61,7 @@ async def world_at(log_path: Path) -> AsyncIterator[World]:
     async with (
         serving(log_path, *TWO_ACTIVE) as server,
         httpx2.AsyncClient(base_url=server.url, timeout=60, trust_env=False) as client,
+        httpx2.AsyncClient(base_url=server.url, timeout=HELD_S, trust_env=False) as patient,
     ):
         world = World(server.url, client)
         for name in ("first", "second"):
@@ -64,7 +69,7 @@ async def world_at(log_path: Path) -> AsyncIterator[World]:
                 await turn(client, name, "what is the time " * 50)
         async with asyncio.TaskGroup() as group:
             for number in range(HELD_COUNT):  # one after another: the first of them continues first
-                group.create_task(turn(client, f"held/{number}", "and where am I"))
+                group.create_task(turn(patient, f"held/{number}", "and where am I"))
                 async with asyncio.timeout(60):
                     while (await world.get("/queue"))["waiting_count"] <= number:
                         await asyncio.sleep(0.02)
@@ -89,8 +94,9 @@ async def test_the_figures_are_the_apis(world: World, open_page: OpenPage) -> No
     async with open_page(world.url) as page:
         await expect(page.locator("#connection")).to_have_text("Live · 1 replica")
         await expect(page.locator("#tile-programs")).to_have_text("5")
-        await expect(page.locator("#note-programs")).to_have_text("2 active · 3 paused")
-        await expect(page.locator("#note-turns")).to_contain_text("3 held")
+        await expect(page.locator("#note-programs")).to_have_text("2 active · 3 held · 0 paused")
+        await expect(page.locator("#note-turns")).to_have_text("3 held")
+        await expect(page.locator("#queue-note")).to_have_text("3 turns held · 0 paused")
         (replica,) = (await world.get("/replicas"))["replicas"]
         demand, limit = replica["demand_tokens"], replica["limit_tokens"]
         full = round(100 * demand / limit)
@@ -109,7 +115,10 @@ async def test_the_figures_are_the_apis(world: World, open_page: OpenPage) -> No
         for row, program in zip(await rows(page).all(), programs, strict=True):
             cells = await row.locator("td").all_text_contents()
             assert cells[0] == program["program_id"]
-            assert cells[4:6] == [f"{program['claim_tokens']:,}", str(program["turn_count"])]
+            computed_tokens = (
+                program["prompt_tokens_total"] - program["cached_tokens_total"] + program["output_tokens_total"]
+            )
+            assert cells[4:7] == [f"{program['claim_tokens']:,}", f"{computed_tokens:,}", str(program["turn_count"])]
         states = await page.locator("#rows .state").all_text_contents()
         assert states == ["acting", "acting", "held", "held", "held"]
 
@@ -128,6 +137,90 @@ async def test_the_charts_tell_the_last_sample(world: World, open_page: OpenPage
         await picture.focus()
         await page.keyboard.press("ArrowLeft")
         await expect(chart.locator(".when")).to_have_text(re.compile(r"^\d\d:\d\d:\d\d$"))
+
+
+async def test_why_the_first_of_the_queue_is_held_stands_above_it(world: World, open_page: OpenPage) -> None:
+    """The sentence is the API's; each row says for how long and why; the tile shows the longest wait."""
+    async with open_page(world.url) as page:
+        queue = await world.get("/queue")
+        first = queue["waiting"][0]["program_id"]
+        await expect(page.locator("#first-needs")).to_have_text(f"For {first} to go on: {queue['first_needs']}.")
+        await expect(page.locator("#queue .for").first).to_have_text(re.compile(r"^held \d+(\.\d)? (s|min.*)$"))
+        await expect(page.locator("#queue .why").first).to_have_text("no replica has room for its claim")
+        await expect(page.locator("#tile-held")).to_have_text(re.compile(r"^\d+(\.\d)? (s|min.*)$"))
+        held = chart_of(page, "Held").locator(".key li")
+        await expect(held.last).to_have_text(re.compile(r"^now, longest [1-9]"))
+
+
+def chart_of(page: Page, name: str) -> Any:
+    return page.locator(".chart", has=page.get_by_role("heading", name=name, exact=True))
+
+
+async def test_percentiles_over_time_are_those_of_the_turns(tmp_path: Path, open_page: OpenPage) -> None:
+    """First token and turn: as a client measures them here, within the width of a bucket and what a client adds."""
+    async with (
+        serving(tmp_path / "proxy.log", "--embedded-engines", "1") as server,
+        httpx2.AsyncClient(base_url=server.url, timeout=60, trust_env=False) as client,
+    ):
+        body = {"model": "simulated", "messages": [{"role": "user", "content": "x " * 200}], "stream": True}
+        firsts_s, turns_s = [], []
+        for number in range(9):
+            started_s = perf_counter()
+            asked = {**body, "max_tokens": 20 * (number + 1), "program_id": "timed"}
+            async with client.stream("POST", "/v1/chat/completions", json=asked) as answer:
+                chunks = answer.aiter_bytes()
+                await anext(chunks)
+                firsts_s.append(perf_counter() - started_s)
+                async for _ in chunks:
+                    pass
+            turns_s.append(perf_counter() - started_s)
+        async with open_page(server.url) as page:
+            for name, seen_s in (("First token", firsts_s), ("Turn", turns_s)):
+                key = chart_of(page, name).locator(".key li")
+                await expect(key.first).to_have_text(re.compile(r"^median [1-9\d.]"))
+                shown_s = [seconds_of(text) for text in await key.locator("b").all_text_contents()]
+                assert shown_s == sorted(shown_s)
+                assert min(seen_s) * 0.5 <= shown_s[0] <= median(seen_s) * 1.25
+                assert shown_s[2] <= max(seen_s) * 1.25
+                await expect(chart_of(page, name).locator("path.reasoning")).to_have_attribute("d", re.compile("^M.+L"))
+            tile_s = seconds_of(await page.locator("#tile-first").text_content() or "")
+            assert tile_s <= median(firsts_s) * 1.25
+            sample = (await client.get("/summary")).json()["now"]
+            assert sample["turn"]["p99_s"] == pytest.approx(max(turns_s), rel=0.25)
+
+
+def seconds_of(text: str) -> float:
+    number, unit = text.split()
+    return float(number) / {"ms": 1000, "s": 1}[unit]
+
+
+async def test_errors_and_the_verdict_on_their_replica_are_shown(tmp_path: Path, open_page: OpenPage) -> None:
+    """A turn that its engine refuses: its program, replica and cause; a rate; and how the engine does, with why."""
+    async with (
+        engine("a") as one,
+        serving(tmp_path / "proxy.log", "--backends", f"{one},{NO_REPLICA[1]}") as server,
+        httpx2.AsyncClient(base_url=server.url, timeout=60, trust_env=False) as client,
+        open_page(server.url) as page,
+    ):
+        await expect(page.locator("#replicas-note")).to_have_text("1 up · 1 down")
+        down = page.locator(".replica").first  # what is not up comes first
+        await expect(down.locator("h3")).to_have_text(NO_REPLICA[1].removeprefix("http://"))
+        await expect(down.locator("p.bad")).not_to_have_text("")
+        await expect(page.locator("#errors-card")).to_be_hidden()
+        await expect(page.locator("#tile-errors")).to_have_text("0")
+        body = {"model": "a", "messages": "not a list"}
+        answer = await client.post("/v1/chat/completions", json=body, headers={"X-Program-ID": "broken"})
+        assert 400 <= answer.status_code < 500
+        summary = (await client.get("/summary")).json()
+        (error,) = summary["last_errors"]
+        cells = page.locator("#errors tr td")
+        await expect(cells.nth(0)).to_have_text(re.compile("s$"))
+        await expect(cells.nth(1)).to_have_text("broken")
+        await expect(cells.nth(3)).to_have_text("agent error")
+        await expect(cells.nth(4)).to_have_text(error["cause"])
+        await expect(page.locator("#tile-errors")).not_to_have_text("0")
+        badly = chart_of(page, "Turns ended badly")
+        await expect(badly.locator("path.held")).to_have_attribute("d", re.compile("^M.+Z$"))
 
 
 async def test_a_program_that_waits_tells_what_must_happen(world: World, open_page: OpenPage) -> None:
@@ -253,11 +346,30 @@ def channels(colour: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", colour)[:3]]
 
 
-@pytest.mark.parametrize("width", [390, 1280])
-async def test_nothing_is_wider_than_the_screen(world: World, open_page: OpenPage, width: int) -> None:
+CLIPPED = """() => [...document.querySelectorAll("main *")].filter((element) => {
+  const style = getComputedStyle(element);
+  return element.clientWidth && style.display !== "inline" && !["auto", "scroll"].includes(style.overflowX)
+    && (element.scrollWidth > element.clientWidth + 1 || element.scrollHeight > element.clientHeight + 3)
+    && !element.closest("svg");
+}).map((element) => `${element.tagName}.${element.className}#${element.id}: ${element.textContent.slice(0, 40)}`)"""
+HOLES = """() => ["#charts", ".tiles"].map((name) => {
+  const all = [...document.querySelector(name).children].map((element) => element.getBoundingClientRect());
+  const [first, last] = [all[0], all.at(-1)];
+  const page = document.querySelector("main").getBoundingClientRect();
+  return Math.abs(last.right - Math.max(...all.map(({ right }) => right))) + Math.max(0, innerWidth - page.width - 20);
+})"""
+
+
+@pytest.mark.parametrize("width", [390, 760, 1280, 1920])
+async def test_nothing_is_clipped_or_wider_than_the_screen(world: World, open_page: OpenPage, width: int) -> None:
+    """No text is cut off, no row scrolls inside a card, and the rows of tiles and charts are full."""
     async with open_page(world.url, width=width) as page:
         await expect(rows(page)).to_have_count(5)
+        await expect(page.locator("#queue li")).to_have_count(3)
+        await expect(chart_of(page, "Held").locator("path").last).to_have_attribute("d", re.compile("^M"))
         assert await page.evaluate("document.documentElement.scrollWidth") <= width
+        assert await page.evaluate(CLIPPED) == []
+        assert max(await page.evaluate(HOLES)) < 2
         await page.locator("#rows button").first.click()
         await expect(page.locator(".span.turn").first).to_be_visible()
         for element in ("#story", "#story-body"):
@@ -268,11 +380,11 @@ async def test_where_there_is_nothing_it_says_so(tmp_path: Path, open_page: Open
     """The page shows that no program is live, that no turn waits, and why a replica is down."""
     async with serving(tmp_path / "proxy.log", *NO_REPLICA, ready=False) as server, open_page(server.url) as page:
         await expect(page.locator("#no-rows")).to_contain_text("No program is live. Send a turn to")
-        await expect(page.locator("#queue")).to_have_text("No turn waits.")
+        await expect(page.locator("#queue-empty")).to_have_text("No turn is held.")
         await expect(page.locator("#tile-hits")).to_have_text("\u2013")
         await expect(page.locator("#tile-held")).to_have_text("\u2013")
         await expect(page.locator("#connection")).to_have_text("No replica is up")
-        await expect(page.locator(".replica .pill")).to_have_text("down")
+        await expect(page.locator(".replica .pill")).to_have_text(re.compile("^down for "))
         (replica,) = httpx2.get(f"{server.url}/replicas", timeout=60, trust_env=False).json()["replicas"]
         await expect(page.locator(".replica p.bad")).to_have_text(replica["why_down"])
 
@@ -334,7 +446,7 @@ async def test_pools_have_a_column_where_there_are_several(world: World, tmp_pat
             await expect(page.get_by_role("columnheader", name="Pool")).to_be_visible()
             await expect(page.locator(".replica .pool")).to_have_text(["a", "b"])
             await expect(page.locator("#rows .pool")).to_have_text(["a", "b"])
-            await expect(page.locator("#note-programs")).to_have_text("2 active · 0 paused")
+            await expect(page.locator("#note-programs")).to_have_text("2 active · 0 held · 0 paused")
             for pool, turns in (("b", "1"), ("a", "2")):
                 await rows(page).filter(has=page.locator(".pool", has_text=pool)).get_by_role("button").click()
                 story = page.get_by_role("dialog")

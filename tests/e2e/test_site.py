@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 import yaml
 
+from benchmarks.processes import stop
 from tests.unit.test_docs import ROOT, nav_pages
 from thunderagent import __version__
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.xdist_group("browser")]
 
 SITE = ROOT / "out" / "site"
+BUILD_S = 900.0
 QUESTIONS = {
     "how do I release a program from a shell script": "reference/turns/",
     "why is my turn waiting": "fix/",
@@ -90,7 +92,11 @@ async def site() -> AsyncIterator[str]:
     build = await asyncio.create_subprocess_exec(
         ROOT / "scripts" / "docs", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
-    said, _ = await build.communicate()
+    try:
+        async with asyncio.timeout(BUILD_S):
+            said, _ = await build.communicate()
+    finally:
+        await stop(build)
     assert build.returncode == 0, said.decode()
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietHandler, directory=str(SITE)))
     thread = threading.Thread(target=server.serve_forever)

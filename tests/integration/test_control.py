@@ -378,7 +378,9 @@ async def test_an_engine_that_does_not_answer_does_not_delay_what_others_are_ask
         assert len(silent.calls) == 1
 
 
-@pytest.mark.parametrize("path", ["/abort_requests", "/pause?mode=abort", "/inference/v1/abort_requests"])
+@pytest.mark.parametrize(
+    "path", ["/abort_requests", "/pause?mode=abort", "/inference/v1/abort_requests", "/sleep?level=1"]
+)
 async def test_what_a_trainer_aborts_is_no_failure_of_an_engine(path: str) -> None:
     """Whether it aborts at one replica or, as trainers do, at all."""
     async with replicas_behind(2) as (proxy, replicas):

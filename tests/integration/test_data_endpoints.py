@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import zlib
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -650,3 +651,53 @@ async def test_every_listed_model_can_be_retrieved(prefix: str) -> None:
             assert (answer.status, answer.json()["error"]["code"]) == (404, "model_not_found")
             head = await exchange(proxy.url, "HEAD", f"{prefix}/v1/models/adapter")
             assert (head.status, head.body) == (200, b"")
+
+
+PACKED = {"gzip": gzip.compress, "deflate": zlib.compress}
+
+
+@pytest.mark.parametrize("size", [1, 300_000])
+@pytest.mark.parametrize("encoding", PACKED)
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/tokenize", "/v1/messages/count_tokens", "/v1/any", CHAT])
+async def test_what_comes_packed_is_forwarded_plain(
+    replica: FakeReplica, proxy: RunningProxy, path: str, encoding: str, size: int
+) -> None:
+    """No engine reads it packed, whether it is a turn or not, whole with its head or not."""
+    body = json.dumps({"model": "m", "input": "x" * size}).encode() + b" " * size
+    packed = PACKED[encoding](body)
+    for _ in range(2):
+        assert (await post(proxy.url, path, packed, ("Content-Encoding", encoding))).status == 200
+    for call in replica.calls:
+        assert call.header("Content-Encoding") is None
+        assert call.header("Content-Length") == str(len(body))
+        assert call.body == body
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/messages/count_tokens", CHAT, "/programs/release"])
+@pytest.mark.parametrize(
+    ("encoding", "body", "status"),
+    [
+        ("br", b"\x0b\x02\x80hello\x03", 415),
+        ("gzip, br", b"x", 415),
+        ("gzip", b"rubbish", 400),
+        ("gzip", gzip.compress(bytes(80 * 2**20)), 413),
+    ],
+    ids=["br", "br of gzip", "broken", "a bomb"],
+)
+async def test_what_cannot_be_unpacked_is_refused_and_reaches_no_engine(
+    replica: FakeReplica, proxy: RunningProxy, path: str, encoding: str, body: bytes, status: int
+) -> None:
+    answer = await post(proxy.url, path, body, ("Content-Encoding", encoding))
+    assert answer.status == status, answer.body
+    if status == 415:
+        assert answer.json()["error"]["code"] == "unreadable_encoding"
+        assert "'br'" in answer.json()["error"]["message"]
+        assert "gzip" in answer.json()["error"]["message"]
+    assert not replica.calls
+
+
+async def test_a_release_may_come_packed(proxy: RunningProxy) -> None:
+    assert (await post(proxy.url, f"/p/packed{CHAT}", {"model": "m", "messages": []})).status == 200
+    packed = gzip.compress(b'{"program_id": "packed"}')
+    answer = await post(proxy.url, "/programs/release", packed, ("Content-Encoding", "gzip"))
+    assert answer.json()["released"] is True

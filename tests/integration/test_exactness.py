@@ -307,11 +307,6 @@ async def test_encoded_answers_are_not_touched(replica: FakeReplica, proxy: Runn
     assert program.prompt_tokens_total == (USAGE["prompt_tokens"] if encoding == "gzip" else 0)
 
 
-async def test_an_encoded_request_reaches_the_replica_as_it_is(replica: FakeReplica, proxy: RunningProxy) -> None:
-    """The proxy does not know the encoding, so it is an anonymous turn."""
-    await send_both_ways(replica, proxy, "POST", CHAT, [("Content-Encoding", "br")], b"\x0b\x01\x80{}\x03")
-
-
 # --- other paths
 
 

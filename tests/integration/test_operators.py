@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
+import shutil
 import signal
+import sys
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
@@ -36,9 +40,6 @@ from thunderagent.config import ServeConfig
 from thunderagent.proxy.gate.keys import mint_key
 from thunderagent.proxy.gate.keys.file import KeyLimitsEntry, add_key
 from thunderagent.serving.reloading import difference
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 NONE = KeyLimitsEntry()
 ADMIN_KEY, ADMIN_LINE = mint_key("ops")
@@ -415,3 +416,79 @@ async def test_prefix_caching_that_is_off_is_said_where_an_operator_looks(
                     assert [other.replica_id in line for line in told] == [True]
                 assert (await metrics_of(proxy.url))["thunderagent_prefix_caching_off"] == {(other.replica_id,): 1.0}
     assert [each["replica_id"] for each in logs if each["event"] == "prefix_caching_off"] == [other.replica_id]
+
+
+# --- the page of ten tasks
+
+TASKS = dict(
+    re.findall(
+        r"^## (.+?)\n.*?^```sh\n(.*?)^```",
+        (Path(__file__).parents[2] / "docs/how-to/operate.md").read_text(),
+        re.DOTALL | re.MULTILINE,
+    )
+)
+
+
+async def typed(task: str, url: str, folder: Path, **words: str) -> str:
+    """Run a task's lines as an operator types them, with this proxy, and return what they print."""
+    script = TASKS[task].replace("localhost:8300", url.removeprefix("http://"))
+    for before, after in words.items():
+        script = script.replace(before.replace("_", "-"), after)
+    here = f'thunderagent() {{ {sys.executable} -m thunderagent "$@"; }}\n'
+    environment = {**os.environ, "THUNDERAGENT_PROXY": url, "THUNDERAGENT_KEY": ADMIN_KEY, "NO_PROXY": "127.0.0.1"}
+    process = await asyncio.create_subprocess_exec(
+        *("bash", "-euo", "pipefail", "-c", here + script),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        cwd=folder,
+        env=environment,
+    )
+    output, errors = await process.communicate()
+    assert process.returncode == 0, (task, errors, output)
+    return output.decode()
+
+
+@pytest.mark.skipif(shutil.which("jq") is None or shutil.which("curl") is None, reason="needs curl and jq")
+async def test_ten_tasks_take_a_command_each(replica: FakeReplica, tmp_path: Path) -> None:
+    """What the page says of each is in its output."""
+    assert len(TASKS) == 10
+    async with fake_replica() as dying, serve("--policy", "cap", "--policy-arg", "n=1",
+        "--backends", f"{replica.url},{dying.url}", "--down-after-failures", "1") as process:  # fmt: skip
+        await process.ready()
+        url = process.url
+        asking = {f"task-{number}": asyncio.create_task(ask(url, f"task-{number}")) for number in range(1, 5)}
+        async with asyncio.timeout(DEADLINE_S):
+            while not (waiting := (await get(url, "/queue")).json()["waiting"]):
+                await asyncio.sleep(0.02)
+        first = waiting[0]["program_id"]
+        said = json.loads(await typed("Find why a turn waits", url, tmp_path, task_5=first))
+        assert (said["turns_held_count"], bool(said["needs"])) == (1, True)
+        aborted = json.loads(await typed("Abort a program", url, tmp_path, task_5=first))
+        assert aborted["program_id"] == first
+        assert (await asking.pop(first)).status == 410
+        costs = json.loads(await typed("Find which program costs most", url, tmp_path))
+        assert costs[0]["tokens"] > 0
+        assert "finished" in await typed("See errors", url, tmp_path)
+        assert "hits" in await typed("See whether prefix caching works", url, tmp_path)
+        assert "turns/min" in await typed("Size 16 replicas", url, tmp_path)
+        await typed("Drain an engine", url, tmp_path, **{"10.0.0.1:8000": replica.replica_id})
+        replicas = {each["replica_id"]: each for each in (await get(url, "/replicas")).json()["replicas"]}
+        assert [replicas[each]["draining"] for each in (replica.replica_id, dying.replica_id)] == [True, False]
+        for each in asking.values():
+            each.cancel()
+        await dying.end()
+        async with asyncio.timeout(DEADLINE_S):
+            while not (dead := await typed("Find a dead engine", url, tmp_path)):
+                await asyncio.sleep(0.1)
+        assert json.loads(dead)["replica_id"] == dying.replica_id
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+async def test_keys_are_added_and_rotated_as_the_page_says(replica: FakeReplica, keys_file: Path) -> None:
+    """The first key lets in until it is revoked, and the second one goes on."""
+    await typed("Add a key with a limit", replica.url, keys_file.parent)
+    entry = json.loads(keys_file.read_text())["keys"][0]
+    assert (entry["name"], entry["programs_count"], entry["tokens_per_min"]) == ("lab", 32, 200_000)
+    async with running_proxy(replica.url, keys_file=keys_file, admin_keys=(ADMIN_LINE,)) as proxy:
+        await typed("Rotate a key", proxy.url, keys_file.parent)
+        assert [each["name"] for each in json.loads(keys_file.read_text())["keys"]] == ["lab-2"]

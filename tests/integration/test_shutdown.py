@@ -32,6 +32,7 @@ from tests.integration.support import (
     until,
     word,
 )
+from tests.loopback import free_ports
 
 if TYPE_CHECKING:
     from tests.integration.support import Call, CommandProcess
@@ -234,3 +235,38 @@ async def test_the_log_of_an_undisturbed_run_has_no_error() -> None:
         (line,) = [line for line in lines if line["event"] == "turn"]
         assert (line["program_id"], line["outcome"], line["status"]) == ("a", "finished", 200)
         assert {line["level"] for line in lines} <= {"info", "warning"}
+
+
+async def test_full_disks_cost_a_line_each_and_no_turn(tmp_path: Path) -> None:
+    """Its logs of events and signals and its standard output take nothing; it serves, and ends with status 0."""
+    for name in ("events", "signals"):
+        (tmp_path / name).symlink_to("/dev/full")
+    (port,) = free_ports(1)
+    options = ["--event-log", str(tmp_path / "events"), "--signal-log", str(tmp_path / "signals"), "--port", str(port)]
+    url = f"http://127.0.0.1:{port}"
+    async with fake_replica() as replica:
+        with open("/dev/full", "wb") as full:  # noqa: PTH123 - a device
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "thunderagent", "serve", "--backends", replica.url, *options),
+                stdout=full,
+                stderr=asyncio.subprocess.PIPE,
+            )
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                while True:
+                    with contextlib.suppress(OSError):
+                        if (await get(url, "/ready")).status == 200:
+                            break
+                    await asyncio.sleep(0.05)
+            assert (await ask(url, "a")).status == 200
+            assert (await ask(url, "b")).status == 200
+            process.terminate()
+            _, log = await process.communicate()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+    assert process.returncode == 0, log.decode()
+    lines = [json.loads(line) for line in log.decode().splitlines()]
+    for event in ("event_log_given_up", "signal_log_given_up", "stdout_not_written"):
+        assert [each.get("why") for each in lines if each["event"] == event] == ["No space left on device"], event
+    assert not [each for each in lines if "exception" in each]

@@ -117,8 +117,8 @@ def test_the_sources_decide_as_the_core_that_is_installed(tmp_path: Path) -> Non
     core_file, there = json.loads(printed)
     assert core_file == str(sources / "scheduler.py")
     assert there == here
-    assert len(here) == 24
-    assert len({digest for digests in here.values() for digest in digests}) == 24 * HISTORIES_COUNT
+    assert len(here) == 25
+    assert len({digest for digests in here.values() for digest in digests}) == 25 * HISTORIES_COUNT
 
 
 def test_no_callback_sees_a_sum_that_is_half_booked() -> None:

@@ -127,6 +127,8 @@ class Ledger:
     def tripped(self, replica_id: str, *, tripped: bool) -> None:
         (self.tripped_ids.add if tripped else self.tripped_ids.discard)(replica_id)
 
+    def recovered(self, replica_id: str) -> None: ...
+
 
 @dataclass
 class Link:

@@ -81,6 +81,7 @@ POLICY_SETTINGS = {
     "sticky": {},
     "cap": {"n": 2},
     "thunderagent": {"delta_s": 2.0, "lambda_max": 0.95, "lambda_min": 0.8},
+    "thunderagent-released": {"delta_s": 2.0, "force_s": 20.0},
     "ttl": {"ttl_s": 3.0},
     "autellix": {"short_tokens": 500},
     "continuum": {"cold_count": 2, "reserve_tokens": 100},

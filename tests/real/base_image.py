@@ -62,10 +62,18 @@ def make_base_images(engine: DockerEngine, pyproject: Path, extras: Sequence[str
             raise DockerEngineError(log[-1]["error"])
 
 
+def make_python_image(engine: DockerEngine) -> None:
+    """Make the first of these images alone. Raises DockerEngineError if something is not available."""
+    _import(engine, _root("base-image", _CONTENT, _sources()), BASE_IMAGE)
+
+
 def make_redis_image(engine: DockerEngine) -> None:
     """Make an image with Debian's Redis at an engine. Raises DockerEngineError if it is not available."""
-    root = _root("redis-image", _REDIS, _sources())
-    repository, _, tag = REDIS_IMAGE.partition(":")
+    _import(engine, _root("redis-image", _REDIS, _sources()), REDIS_IMAGE)
+
+
+def _import(engine: DockerEngine, root: Path, image: str) -> None:
+    repository, _, tag = image.partition(":")
     with contextlib.closing(engine.client()) as client:
         client.import_image_from_file(str(root), repository=repository, tag=tag, changes=[_PATH_LINE])
 

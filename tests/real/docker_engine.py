@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gzip
+import hashlib
 import io
+import json
 import os
 import shutil
 import signal
@@ -18,14 +21,16 @@ import tarfile
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, cast
 
 import docker
+from aiohttp import web
 
 from tests.debian import install
+from tests.loopback import on_loopback
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 
 READY_S = 60.0
 STOP_S = 30.0
@@ -207,6 +212,54 @@ def import_busybox_image(engine: DockerEngine, name: str = IMAGE, config: tuple[
     with contextlib.closing(engine.client()) as client:
         client.import_image_from_data(busybox_root(), repository=repository, tag=tag, changes=list(config))
     return name
+
+
+@contextlib.asynccontextmanager
+async def registry(label: str = "") -> AsyncIterator[tuple[str, list[str]]]:
+    """Serve one image, `tools:1`; yield its name and a list that grows with each request for its manifest.
+
+    For each label it is another image.
+    """
+    root = busybox_root()
+    layer = gzip.compress(root, 1)
+    config = json.dumps(
+        {
+            "architecture": "amd64",
+            "os": "linux",
+            "config": {"Labels": {"label": label}},
+            "rootfs": {"type": "layers", "diff_ids": [f"sha256:{hashlib.sha256(root).hexdigest()}"]},
+        }
+    ).encode()
+    blobs = {f"sha256:{hashlib.sha256(blob).hexdigest()}": blob for blob in (config, layer)}
+    kind = "application/vnd.docker.distribution.manifest.v2+json"
+    media = ("application/vnd.docker.container.image.v1+json", "application/vnd.docker.image.rootfs.diff.tar.gzip")
+    about = [
+        {"mediaType": each, "size": len(blob), "digest": digest}
+        for each, (digest, blob) in zip(media, blobs.items(), strict=True)
+    ]
+    manifest = json.dumps({"schemaVersion": 2, "mediaType": kind, "config": about[0], "layers": about[1:]}).encode()
+    digest = f"sha256:{hashlib.sha256(manifest).hexdigest()}"
+    served: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        path = request.path.removeprefix("/v2/")
+        if not path:
+            return web.Response()
+        name, what, reference = path.split("/")
+        if name != "tools":
+            code = {"errors": [{"code": "MANIFEST_UNKNOWN", "message": "manifest unknown"}]}
+            return web.json_response(code, status=404)
+        if what == "manifests":
+            if request.method == "GET":
+                served.append(reference)
+            headers = {"Docker-Content-Digest": digest, "Content-Type": kind}
+            return web.Response(body=manifest, headers=headers)
+        return web.Response(body=blobs[reference], headers={"Docker-Content-Digest": reference})
+
+    app = web.Application()
+    app.router.add_route("*", "/v2/{path:.*}", cast("Callable[[web.Request], Awaitable[web.Response]]", answer))
+    async with on_loopback(app) as url:
+        yield f"{url.removeprefix('http://')}/tools:1", served
 
 
 def busybox_root() -> bytes:

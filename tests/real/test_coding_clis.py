@@ -1,4 +1,4 @@
-"""Claude Code and Codex as installed from npm, used with the commands of docs/integrations."""
+"""Claude Code, Codex, OpenCode and clients for Node as installed from npm, and what each client sends by itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from benchmarks.environments import made_once
 from tests.integration.support import running_proxy
 from tests.real.scripted_model import ScriptedModel
-from tests.real.test_integrations import PAGES, Seen
+from tests.real.test_integrations import PAGES, Seen, python, run_script  # noqa: F401 - a fixture
 from thunderagent.programs.model.events import Event, TurnArrived, TurnFinished
 
 if TYPE_CHECKING:
@@ -38,17 +38,31 @@ def blocks(name: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page(name), re.DOTALL | re.MULTILINE)
 
 
-def packages() -> list[str]:
+def packages(*names: str) -> list[str]:
     """Return the packages that the pages name."""
-    found = [re.search(r"npm install --global (\S+)", blocks(name, "sh")[0]) for name in ("claude-code", "codex")]
+    found = [re.search(r"npm install --global (\S+)", blocks(name, "sh")[0]) for name in names]
     return [each[1] for each in found if each is not None]
 
 
 @pytest.fixture(scope="module")
 def programs_folder(require_real: Callable[[str], NoReturn]) -> Path:
-    """Install both with npm, the first time in some seconds; return the folder of their commands."""
-    wanted = packages()
-    assert len(wanted) == 2
+    """Install Claude Code and Codex with npm, the first time in some seconds; return the folder of their commands."""
+    return from_npm("coding-clis", packages("claude-code", "codex"), require_real) / ".bin"
+
+
+@pytest.fixture(scope="module")
+def node_folder(require_real: Callable[[str], NoReturn]) -> Path:
+    """Install OpenCode and the clients for Node that the table names; return their `node_modules`."""
+    versions = {client: client.rpartition(" ")[2] for client in sent_by_table()}
+    wanted = packages("opencode")
+    wanted += [f"openai@{versions[each]}" for each in versions if each.startswith("openai for Node")]
+    wanted += [f"@anthropic-ai/sdk@{versions[each]}" for each in versions if each.startswith("anthropic for Node")]
+    assert len(wanted) == 3
+    return from_npm("node-clients", wanted, require_real)
+
+
+def from_npm(name: str, wanted: list[str], require_real: Callable[[str], NoReturn]) -> Path:
+    """Install packages with npm, once; return their `node_modules`."""
 
     def install(root: Path) -> None:
         if shutil.which("npm") is None:
@@ -61,7 +75,7 @@ def programs_folder(require_real: Callable[[str], NoReturn]) -> Path:
         if done.returncode:
             require_real(f"npm failed: {done.stdout[-1000:]}{done.stderr[-1000:]}")
 
-    return made_once("coding-clis", wanted, install) / "node_modules" / ".bin"
+    return made_once(name, wanted, install) / "node_modules"
 
 
 async def type_in(script: str, proxy: RunningProxy, commands: Path, home: Path) -> str:
@@ -166,3 +180,125 @@ async def test_codex_runs_a_command_as_one_program(programs_folder: Path, tmp_pa
             assert seen.released == seen.arrived[:1]
         else:
             assert seen.arrived[0] == model.asked[0][1]["session-id"]
+
+
+def opencode_config(folder: Path, proxy: RunningProxy) -> str:
+    """Write what the page has, and return the page's command with the file."""
+    (folder / "opencode.json").write_text(blocks("opencode", "json")[0].replace("http://127.0.0.1:8300", proxy.url))
+    return blocks("opencode", "sh")[1].replace("opencode.json", str(folder / "opencode.json"))
+
+
+async def test_a_sub_agent_of_opencode_is_a_program_that_ends_with_its_parent_s_next_turn(
+    node_folder: Path, tmp_path: Path
+) -> None:
+    asked = {"description": "ask", "prompt": "What is the weather?", "subagent_type": "general"}
+    script = ScriptedModel(tool="task", arguments=asked, leaf_header="X-Parent-Session-Id")
+    async with script.running() as model, running_proxy(model.url) as proxy:
+        seen = Seen()
+        proxy.runtime.observe(seen)
+        output = await type_in(opencode_config(tmp_path, proxy), proxy, node_folder / ".bin", tmp_path)
+        assert "hello to you" in output
+        sessions = list(dict.fromkeys(headers["x-session-id"] for _, headers, _ in model.asked))
+        assert len(sessions) == 2
+        assert set(seen.arrived) == set(sessions)
+        programs = proxy.runtime.scheduler.programs
+        assert sessions[1] not in programs or programs[sessions[1]].parent_id == sessions[0]
+        assert sessions[0] in programs
+        assert sessions[1] not in {key for key, each in programs.items() if each.claim_tokens}
+
+
+# --- who sends what
+
+CLIENT_HEADERS = frozenset(
+    {
+        *("x-session-id", "x-smg-routing-key", "x-session-affinity", "x-dynamo-session-id", "x-claude-code-session-id"),
+        *("session-id", "session_id", "x-litellm-session-id", "x-claude-code-agent-id"),
+        *("x-claude-code-parent-agent-id", "thread-id", "x-codex-parent-thread-id", "x-dynamo-parent-session-id"),
+        *("x-parent-session-id", "x-program-patience", "x-stainless-read-timeout", "x-stainless-timeout"),
+        *("idempotency-key", "x-stainless-retry-count", "content-encoding"),
+    }
+)
+"""What the proxy reads of clients, and how a body is packed."""
+
+
+def sent_by_table() -> dict[str, set[str]]:
+    """Return the headers of each client of the reference's table."""
+    text = (PAGES.parent / "reference/turns.md").read_text()
+    section = text.partition("{ #who-sends-what }")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")][2:]
+    return {
+        name: {word.lower() for cell in cells if not cell.startswith("-") for word in re.findall(r"`([\w-]+)`", cell)}
+        for name, *cells in rows
+    }
+
+
+NODE_CLIENTS = """
+const OpenAI = require("openai"), Anthropic = require("@anthropic-ai/sdk");
+const messages = [{role: "user", content: "hello"}];
+const calls = {
+  openai: () => new OpenAI({baseURL: "http://127.0.0.1:8300/v1", apiKey: "none"})
+    .chat.completions.create({model: "simulated", messages}),
+  anthropic: () => new Anthropic({baseURL: "http://127.0.0.1:8300", apiKey: "none"})
+    .messages.create({model: "simulated", max_tokens: 8, messages}),
+};
+calls[process.argv[2]]().then(() => console.log("answered"));
+"""
+PYTHON_CLIENTS = {
+    "openai for Python": """
+import openai
+openai.OpenAI(base_url=f"{PROXY}/v1", api_key="none").chat.completions.create(model="simulated", messages=MESSAGES)
+""",
+    "anthropic for Python": """
+import anthropic
+client = anthropic.Anthropic(base_url=PROXY, api_key="none")
+client.messages.create(model="simulated", max_tokens=8, messages=MESSAGES)
+""",
+    "LiteLLM": """
+import litellm
+litellm.completion(model="hosted_vllm/simulated", api_base=f"{PROXY}/v1", messages=MESSAGES, max_tokens=8)
+""",
+}
+
+
+def client_name(row: str) -> str:
+    """Return a client's name without its version."""
+    return re.sub(r" [\d.]+\d.*", "", row)
+
+
+@pytest.mark.parametrize("row", sent_by_table(), ids=client_name)
+async def test_a_client_sends_the_headers_of_its_row(row: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """Neither more nor fewer of those that the proxy reads."""
+    name = client_name(row)
+    asked = {"description": "ask", "prompt": "What is the weather?", "run_in_background": False}
+    model = ScriptedModel(tool="none")
+    if name == "Claude Code":
+        model = ScriptedModel(tool="Agent", arguments=asked, leaf_header="X-Claude-Code-Parent-Agent-Id")
+    elif name == "OpenCode":
+        asked = {"description": "ask", "prompt": "What is the weather?", "subagent_type": "general"}
+        model = ScriptedModel(tool="task", arguments=asked, leaf_header="X-Parent-Session-Id")
+    async with model.running(), running_proxy(model.url) as proxy:
+        if name in PYTHON_CLIENTS:
+            before = f'PROXY = {proxy.url!r}\nMESSAGES = [{{"role": "user", "content": "hello"}}]\n'
+            await run_script(request.getfixturevalue("python"), before + PYTHON_CLIENTS[name])
+        elif name.endswith("for Node"):
+            folder = request.getfixturevalue("node_folder")
+            (tmp_path / "client.cjs").write_text(NODE_CLIENTS.replace("http://127.0.0.1:8300", proxy.url))
+            line = f"NODE_PATH={folder} node client.cjs {name.partition(' ')[0]}"
+            assert "answered" in await type_in(line, proxy, folder / ".bin", tmp_path)
+        elif name == "OpenCode":
+            folder = request.getfixturevalue("node_folder")
+            await type_in(opencode_config(tmp_path, proxy), proxy, folder / ".bin", tmp_path)
+        else:
+            folder = request.getfixturevalue("programs_folder")
+            page_name = name.lower().replace(" ", "-")
+            line = blocks(page_name, "sh")[1].replace("/p/$run", "")
+            if name == "Codex":
+                config = blocks("codex", "toml")[0].replace("http://127.0.0.1:8300", proxy.url)
+                (tmp_path / "config.toml").write_text(config)
+            await type_in(line, proxy, folder, tmp_path)
+        sent = {header.lower() for _, headers, _ in model.asked for header in headers}
+        assert sent & CLIENT_HEADERS == sent_by_table()[row]
+        if name.endswith("for Node"):
+            assert {key.lower(): value for key, value in model.asked[0][1].items()}["x-stainless-runtime"] == "node"
+        if name == "OpenCode":
+            assert model.asked[0][1]["User-Agent"].startswith("opencode/")

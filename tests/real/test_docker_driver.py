@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import gzip
-import hashlib
 import io
-import json
 import os
 import random
 import signal
@@ -22,15 +19,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import docker
 import pytest
-from aiohttp import web
 
-from tests.loopback import on_loopback
 from tests.real.docker_engine import (
     IMAGE,
     DockerEngine,
-    busybox_root,
     import_busybox_image,
     reapers,
+    registry,
 )
 from thunderagent.errors import (
     NotFoundError,
@@ -56,7 +51,7 @@ from thunderagent.tools.docker import DockerDriver
 from thunderagent.tools.template import Mount, Template
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
 
 OWNER = Owner("proxy-1", "run-1")
 ECHO = ("nc", "-ll", "-p", "8000", "-e", "cat")
@@ -287,7 +282,7 @@ async def test_a_name_that_is_taken_is_a_conflict(driver: DockerDriver, client: 
 async def test_an_image_is_pulled_once_and_reclaimed(docker_engine: DockerEngine, client: Any) -> None:
     """Ten orders cause one pull; the image goes with the last sandbox unless kept. A missing image is reported."""
     async with registry() as (name, manifests_served):
-        driver = DockerDriver(OWNER, url=docker_engine.url, concurrency_count=16, reclaim_images=True)
+        driver = DockerDriver(OWNER, url=docker_engine.url, concurrency_count=16, images_bytes=0)
         places = await asyncio.gather(*(driver.prepare(order(f"s-{n}", image=name)) for n in range(10)))
         assert len(manifests_served) == 1
         await asyncio.gather(*(driver.reclaim(place.handle) for place in places[1:]))
@@ -300,14 +295,114 @@ async def test_an_image_is_pulled_once_and_reclaimed(docker_engine: DockerEngine
             await driver.prepare(order(image=missing))
         await driver.close()
 
-        keeping = DockerDriver(
-            OWNER, url=docker_engine.url, concurrency_count=4, reclaim_images=True, keep_images=[name]
-        )
+        keeping = DockerDriver(OWNER, url=docker_engine.url, concurrency_count=4, images_bytes=0, keep_images=[name])
         place = await keeping.prepare(order(image=name))
         await keeping.reclaim(place.handle)
         assert client.images(name)
-        client.remove_image(name)
         await keeping.close()
+
+
+async def test_images_stay_up_to_a_bound_also_after_a_crash(docker_engine: DockerEngine, client: Any) -> None:
+    """Of two idle images that are too much, that which was used least recently goes; a later run knows the other."""
+    async with registry("first") as (first, _), registry("second") as (second, served):
+        size_bytes = client.inspect_image(IMAGE)["Size"]  # all three are the same files
+        options: dict[str, Any] = {"url": docker_engine.url, "concurrency_count": 4}
+        driver = DockerDriver(OWNER, images_bytes=int(1.5 * size_bytes), **options)
+        for name in (first, second, first):
+            place = await driver.prepare(order(image=name))
+            await driver.reclaim(place.handle)
+            assert client.images(name)
+        assert not client.images(second)
+        place = await driver.prepare(order(image=second))
+        assert len(served) == 2, "what was removed is pulled again"
+        client.remove_container(place.handle, force=True)  # as if it had crashed: nothing is told to the driver
+        await driver.close()
+
+        later = DockerDriver(Owner(OWNER.owner_id, "run-2"), images_bytes=0, **options)
+        await later.sweep()
+        assert not client.images(first)
+        assert not client.images(second)
+        assert not client.images("thunderagent-pulled/*/*")
+        assert client.images(IMAGE)
+        await later.close()
+
+
+# --- a setup that is used again ---------------------------------------------------------------------------------------
+
+SETUP = (
+    "mkdir -p /repo/src && cd /repo && for n in $(seq 300); do echo line $n > src/file$n; done",
+    "cd /repo; ln -s src/file1 link; ln src/file2 hard; chmod 4750 src/file3; chown 1000:7 src/file4",
+    "mkdir -p /repo/a-long-name-$(printf '%0120d' 1)/x; echo more >> /etc/passwd; rm /bin/yes; chmod 700 /root",
+    "sleep SETUP_S",  # what a real one waits for: downloads, compilers
+)
+CONTENT = (
+    "cd / && find repo etc/passwd bin -xdev | sort | while read -r f; do stat -c '%n %A %u %g %N' \"$f\"; "
+    '[ -f "$f" ] && [ ! -L "$f" ] && md5sum < "$f"; done; stat -c \'%A\' /root; ls /bin/yes 2>&1'
+)
+
+
+async def test_a_sandbox_from_a_kept_setup_is_like_new_and_starts_soon(
+    driver: DockerDriver, client: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a program did in the last one is looked for in files, processes and network; nothing of it is there."""
+    setup_s = max(4.0, 8 * await preparing_s(driver))
+    template: dict[str, Any] = {
+        "setup": [each.replace("SETUP_S", f"{setup_s:.1f}") for each in SETUP],
+        "reuse_setup": True,
+    }
+    started_s = time.monotonic()
+    first = await driver.prepare(order("s-1", **template))
+    new_s = time.monotonic() - started_s
+    wanted = inside(client, first.handle, CONTENT)
+    assert "repo/hard" in wanted
+    assert "No such file" in wanted
+    mischief = (
+        "echo SECRET > /secret; echo SECRET > /repo/src/file9; rm -rf /repo/src/file1; echo SECRET >> /etc/hosts;"
+        "cp /bin/busybox /repo/planted; echo SECRET > /tmp/x; echo SECRET > /dev/shm/y; chmod 777 /root /etc;"
+        "mkdir -p /repo/src/SECRET; (exec -a SECRET sleep 500) & nc -l -p 7777 & echo SECRET > /etc/profile"
+    )
+    client.exec_start(client.exec_create(first.handle, ["sh", "-c", mischief])["Id"], detach=True)
+    await until(lambda: ":1E61" in inside(client, first.handle, "cat /proc/net/tcp*"))
+    await driver.reclaim(first.handle)
+
+    started_s = time.monotonic()
+    second = await driver.prepare(order("s-2", "p-2", **template))
+    reused_s = time.monotonic() - started_s
+    with capsys.disabled():
+        print(f"\na sandbox with setup {new_s:.2f} s, from its kept setup {reused_s:.2f} s: {reused_s / new_s:.2f}")
+    assert inside(client, second.handle, CONTENT) == wanted
+    everywhere = "grep -rl SECRET / --exclude-dir=proc --exclude-dir=sys 2>/dev/null; find / -xdev -name '*SECRET*'"
+    assert inside(client, second.handle, everywhere) == ""
+    assert inside(client, second.handle, "find / -xdev -name planted; ls /dev/shm /tmp").split() == [
+        "/dev/shm:",
+        "/tmp:",
+    ]
+    assert "SECRET" not in inside(client, second.handle, "ps -o args | grep -v grep | grep SECRET")
+    assert ":1E61" not in inside(client, second.handle, "cat /proc/net/tcp*")
+    assert inside(client, second.handle, "stat -c %A /etc /root").split() == ["drwxr-xr-x", "drwx------"]
+    assert reused_s <= 0.3 * new_s
+    await driver.reclaim(second.handle)
+
+
+async def test_a_setup_that_failed_is_not_kept(driver: DockerDriver, client: Any) -> None:
+    """The next sandbox runs it, and from then on it is kept; a template that does not ask for it runs it each time."""
+    count = "echo once >> /count; cat /count"
+    broken = {"setup": (count, "exit 1"), "reuse_setup": True}
+    for name in ("s-1", "s-2"):
+        with pytest.raises(SandboxSetupError, match="exit 1"):
+            await driver.prepare(order(name, **broken))
+    for reuse_setup in (True, False):
+        template = {
+            "setup": (count, "date +%s%N > /made 2>&1 || true; head -c8 /dev/urandom | md5sum > /made"),
+            "reuse_setup": reuse_setup,
+        }
+        made = set()
+        for name in ("s-3", "s-4"):
+            place = await driver.prepare(order(name, **template))
+            assert inside(client, place.handle, "cat /count") == "once\n"
+            made.add(inside(client, place.handle, "cat /made"))
+            await driver.reclaim(place.handle)
+        assert len(made) == (1 if reuse_setup else 2)
 
 
 # --- the end of a sandbox ---------------------------------------------------------------------------------------------
@@ -753,48 +848,3 @@ def is_alive(pid: int) -> bool:
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:  # noqa: PTH123
         return file.read().rpartition(")")[2].split()[0] != "Z"
     return False
-
-
-@contextlib.asynccontextmanager
-async def registry() -> AsyncIterator[tuple[str, list[str]]]:
-    """Serve one image, `tools:1`; yield its name and a list that grows with each request for its manifest."""
-    root = busybox_root()
-    layer = gzip.compress(root, 1)
-    config = json.dumps(
-        {
-            "architecture": "amd64",
-            "os": "linux",
-            "config": {},
-            "rootfs": {"type": "layers", "diff_ids": [f"sha256:{hashlib.sha256(root).hexdigest()}"]},
-        }
-    ).encode()
-    blobs = {f"sha256:{hashlib.sha256(blob).hexdigest()}": blob for blob in (config, layer)}
-    kind = "application/vnd.docker.distribution.manifest.v2+json"
-    media = ("application/vnd.docker.container.image.v1+json", "application/vnd.docker.image.rootfs.diff.tar.gzip")
-    about = [
-        {"mediaType": each, "size": len(blob), "digest": digest}
-        for each, (digest, blob) in zip(media, blobs.items(), strict=True)
-    ]
-    manifest = json.dumps({"schemaVersion": 2, "mediaType": kind, "config": about[0], "layers": about[1:]}).encode()
-    digest = f"sha256:{hashlib.sha256(manifest).hexdigest()}"
-    served: list[str] = []
-
-    async def answer(request: web.Request) -> web.Response:
-        path = request.path.removeprefix("/v2/")
-        if not path:
-            return web.Response()
-        name, what, reference = path.split("/")
-        if name != "tools":
-            code = {"errors": [{"code": "MANIFEST_UNKNOWN", "message": "manifest unknown"}]}
-            return web.json_response(code, status=404)
-        if what == "manifests":
-            if request.method == "GET":
-                served.append(reference)
-            headers = {"Docker-Content-Digest": digest, "Content-Type": kind}
-            return web.Response(body=manifest, headers=headers)
-        return web.Response(body=blobs[reference], headers={"Docker-Content-Digest": reference})
-
-    app = web.Application()
-    app.router.add_route("*", "/v2/{path:.*}", cast("Callable[[web.Request], Awaitable[web.Response]]", answer))
-    async with on_loopback(app) as url:
-        yield f"{url.removeprefix('http://')}/tools:1", served

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import time
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx2
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from asyncio.subprocess import Process
     from collections.abc import AsyncIterator, Callable, Iterator
     from contextlib import AbstractAsyncContextManager
-    from pathlib import Path
     from typing import NoReturn
 
     from benchmarks.processes import Server
@@ -42,6 +43,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning
 
 IMAGE = "thunderagent-test-bash"
 POEM = "a turn waits its turn"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +99,39 @@ def run_example(python: Path, engine: DockerEngine, tmp_path: Path) -> RunExampl
             *(str(python), str(EXAMPLE), "--task", "Write a poem to /poem.txt.", "--proxy", proxy.url),
             *("--model", MODEL_NAME, "--image", IMAGE, "--program-id", program_id),
             env=agent_environment(engine.url, tmp_path),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            yield process
+        finally:
+            kill(process)
+            await process.communicate()
+
+    return run
+
+
+@pytest.fixture
+def run_mini(python: Path, engine: DockerEngine, tmp_path: Path) -> RunExample:
+    """Run the package's own command as a process, with the environment that attaches to the proxy's sandbox."""
+
+    @asynccontextmanager
+    async def run(proxy: Server, program_id: str) -> AsyncIterator[Process]:
+        settings = {
+            "model.cost_tracking": "ignore_errors",
+            "model.model_kwargs.api_base": f"{proxy.url}/p/{program_id}/v1",
+            "environment.program_id": program_id,
+            "environment.proxy": proxy.url,
+            "environment.template": "poet",
+        }
+        process = await asyncio.create_subprocess_exec(
+            *(str(python.with_name("mini")), "-y", "--exit-immediately", "-t", "Write a poem to /poem.txt."),
+            *("-m", f"hosted_vllm/{MODEL_NAME}", "-o", str(tmp_path / "run.json"), "-c", "mini.yaml"),
+            *("--environment-class", "thunderagent.client.mini_swe_agent.SandboxEnvironment"),
+            *(word for name, value in settings.items() for word in ("-c", f"{name}={value}")),
+            env=agent_environment(engine.url, tmp_path) | {"PYTHONPATH": str(ROOT), "MSWEA_CONFIGURED": "true"},
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -185,3 +220,37 @@ async def test_an_agent_that_was_killed(
             await until_gone(engine, program_id)
             if left is not None:
                 assert [each["State"] for each in containers_of(engine, left)] == ["running"]
+
+
+async def test_an_agent_in_the_sandbox_that_the_proxy_prepares(
+    engine: DockerEngine,
+    replica: ScriptedReplica,
+    run_proxy: Callable[..., AbstractAsyncContextManager[Server]],
+    run_mini: RunExample,
+    tmp_path: Path,
+) -> None:
+    """Its first turn is answered while the sandbox is prepared; its commands run there, and it makes no other."""
+    setup = "until [ -e /go ]; do sleep 0.1; done; echo prepared > /prepared"
+    config = tmp_path / "proxy.toml"
+    config.write_text(f"[sandbox_templates.poet]\nimage = {IMAGE!r}\nsetup = [{json.dumps(setup)}]\n")
+    replica.commands = ["cat /prepared", f"echo '{POEM}' > /poem.txt", f"{SUBMIT} && cat /poem.txt"]
+    options = ("--sandboxes", "docker", "--docker-url", engine.url, "--config", str(config))
+    async with run_proxy((replica,), *options) as proxy, run_mini(proxy, "poet-9") as process:
+
+        async def asks_and_is_prepared() -> bool:
+            return bool(replica.asked) and bool(containers_of(engine, "poet-9"))
+
+        await until(asks_and_is_prepared, within_s=120)
+        (sandbox,) = containers_of(engine, "poet-9")
+        with contextlib.closing(engine.client()) as client:
+            client.exec_start(client.exec_create(sandbox["Id"], ["touch", "/go"]))
+        output = (await process.communicate())[0].decode()
+        assert process.returncode == 0, output
+        turns = replica.asked
+        assert len(turns) == len(replica.commands), output
+        assert "prepared" in turns[1][1]["messages"][-1]["content"]
+        assert POEM in json.loads((tmp_path / "run.json").read_text())["info"]["submission"]
+        assert [each["Id"] for each in containers_of(engine, "poet-9")] == [sandbox["Id"]]
+        async with httpx2.AsyncClient(base_url=proxy.url, timeout=60) as admin:
+            await admin.post("/programs/release", json={"program_id": "poet-9"})
+        await until_gone(engine, "poet-9")

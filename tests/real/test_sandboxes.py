@@ -17,7 +17,14 @@ import pytest
 import pytest_asyncio
 
 from benchmarks.processes import Server, thunderagent
-from tests.real.docker_engine import IMAGE, DockerEngine, DockerEngineError, ensure_docker, import_busybox_image
+from tests.real.docker_engine import (
+    IMAGE,
+    DockerEngine,
+    DockerEngineError,
+    ensure_docker,
+    import_busybox_image,
+    registry,
+)
 from tests.real.support import until
 
 if TYPE_CHECKING:
@@ -109,6 +116,11 @@ class Rollout:
     def ours(self) -> list[dict[str, Any]]:
         """Return the containers that the proxy made in any run."""
         return self.containers(f"thunderagent.owner={OWNER}")
+
+    def volumes(self) -> list[str]:
+        """Return the volumes at the engine."""
+        with contextlib.closing(self.engine.client()) as docker:
+            return [each["Name"] for each in docker.volumes()["Volumes"] or ()]
 
     def runs(self, handle: str, command: str) -> None:
         """Run a command in a container."""
@@ -285,6 +297,36 @@ async def test_nothing_outlives_a_killed_proxy_by_more_than_its_time(engine: Doc
                 return not docker.networks(filters={"label": f"thunderagent.owner={OWNER}"})
 
         await until(_async(no_network), within_s=60)
+
+
+async def test_nothing_is_left_of_a_run_that_was_killed(engine: DockerEngine, tmp_path: Path) -> None:
+    """In mid-run: some sandboxes are used, others still prepared. Volumes, networks and pulled images go as well."""
+    with contextlib.closing(engine.client()) as docker:
+        images = {each["Id"] for each in docker.images()}
+    async with (
+        registry() as (image, _),
+        serving(engine, tmp_path / "log", "--sandbox-images-bytes", "0") as rollout,
+    ):
+        ttl_s = max(20.0, 40 * await rollout.preparing_s())
+        wanted = {"image": image, "ttl_s": ttl_s, "mounts": [{"target": "/data"}]}
+        for number in range(8):
+            late = {"setup": ["sleep 1000"]} if number >= 5 else {}
+            await rollout.asks(f"p{number}", network="own" if number % 2 else "default", **wanted, **late)
+        for number in range(5):
+            report = await rollout.is_usable(f"p{number}")
+            await asyncio.to_thread(rollout.runs, report["handle"], "echo written > /data/written")
+        assert len(rollout.volumes()) >= 5
+        rollout.proxy.process.kill()
+        await rollout.proxy.process.wait()
+
+        def is_clean() -> bool:
+            with contextlib.closing(engine.client()) as docker:
+                networks = docker.networks(filters={"label": f"thunderagent.owner={OWNER}"})
+                return not (
+                    rollout.ours() or networks or rollout.volumes() or {each["Id"] for each in docker.images()} - images
+                )
+
+        await until(_async(is_clean), within_s=ttl_s + 120)
 
 
 async def test_the_next_start_sweeps_what_a_killed_proxy_left(engine: DockerEngine, tmp_path: Path) -> None:

@@ -462,7 +462,8 @@ async def test_new_weights_reach_two_engines_under_load(engine: RealEngine, run_
             for number in range(4):
                 group.create_task(rollout(number))
             await until(lambda: asyncio.sleep(0, len(ends) >= 8))
-            info = (await httpx2.AsyncClient().get(f"{engine.url}/model_info")).json()
+            async with httpx2.AsyncClient() as direct:
+                info = (await direct.get(f"{engine.url}/model_info")).json()
             update = {"model_path": info["model_path"], "weight_version": "step-1"}
             calls: list[tuple[str, Json]] = [("/pause_generation", {"mode": "retract"})]
             calls += [("/begin_weight_update", {}), ("/update_weights_from_disk", update), ("/end_weight_update", {})]

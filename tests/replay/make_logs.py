@@ -30,6 +30,7 @@ POLICIES: dict[str, dict[str, Setting]] = {
     "sticky": {},
     "cap": {"n": 3},
     "thunderagent": {"delta_s": 5.0, "lambda_max": 0.95, "lambda_min": 0.8, "reserve_tokens": 100},
+    "thunderagent-released": {"delta_s": 5.0},
     "ttl": {"ttl_s": 4.0},
     "autellix": {"short_tokens": 500},
     "continuum": {"cold_count": 5, "prefill_token_s": 0.005, "reserve_tokens": 100},

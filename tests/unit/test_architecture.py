@@ -96,12 +96,28 @@ ARROWS: dict[str, frozenset[str]] = {
     "cluster": frozenset(),
     # How much is read of what others answer.
     "bounded": frozenset(),
+    # What a request's body may hold, for all who read one.
+    "bodies": frozenset(),
     "backends": frozenset({"errors", "programs", "faults", "cluster", "bounded"}),
     "tools": frozenset({"errors", "programs", "faults", "cluster"}),
-    "simulator": frozenset({"errors", "programs", "policy_loader", "tools"}),
+    "simulator": frozenset({"errors", "programs", "policy_loader", "tools", "bodies"}),
     "leases": frozenset({"programs"}),
+    "rollouts": frozenset({"programs"}),
     "runtime": frozenset({"errors", "programs", "policy_loader", "leases"}),
-    "proxy": frozenset({"errors", "programs", "leases", "runtime", "backends", "faults", "compilation", "log_lines"}),
+    "proxy": frozenset(
+        {
+            "errors",
+            "programs",
+            "leases",
+            "runtime",
+            "backends",
+            "faults",
+            "compilation",
+            "log_lines",
+            "bodies",
+            "rollouts",
+        }
+    ),
     # The link between gateways and a scheduler: both of its ends, and the proxy, which a gateway is. Its own rooms are
     # in `FORBIDDEN`. `backends` knows how to ask a cluster for a Lease.
     "redis_failover": frozenset(),
@@ -118,7 +134,7 @@ ARROWS: dict[str, frozenset[str]] = {
     "config": frozenset({"errors", "faults", "backends", "tools"}),
     "provision": frozenset({"errors", "programs", "backends", "tools"}),
     # A separate engine behind the proxy, which knows it only by its answers: no other module imports it.
-    "nova": frozenset({"errors"}),
+    "nova": frozenset({"errors", "bodies"}),
     # Above the proxy, which it knows by HTTP alone: no other module imports it.
     "workflows": frozenset({"errors", "client", "redis_failover"}),
     # Composes everything; the command line starts it.
@@ -245,7 +261,7 @@ RUNTIME_ARROWS: dict[str, frozenset[str]] = {
 }
 
 # The slices of the configuration, and the module that combines them.
-SLICES = frozenset({"access", "engines", "processes", "sandboxes", "scheduling", "turns"})
+SLICES = frozenset({"access", "engines", "processes", "rollouts", "sandboxes", "scheduling", "turns"})
 CONFIG_ARROWS: dict[str, frozenset[str]] = {
     "slices": frozenset(),
     **dict.fromkeys(SLICES, frozenset({"slices"})),
@@ -569,6 +585,7 @@ BANNED = (
         allowed_modules=(
             ("thunderagent.tools.docker", "Docker's own word"),
             ("thunderagent.tools.kubernetes", "Kubernetes' own word"),
+            ("thunderagent.client.mini_swe_agent", "mini-SWE-agent's own word"),
         ),
     ),
 )

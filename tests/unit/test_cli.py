@@ -147,7 +147,7 @@ def test_a_shell_completes_commands_options_and_values(capsys: pytest.CaptureFix
         return run.stdout.split()
 
     assert completed("thunderagent", "sta") == ["status"]
-    assert completed("thunderagent", "nova", "s") == ["serve"]
+    assert completed("thunderagent", "nova", "se") == ["serve"]
     assert completed("thunderagent", "top", "--so") == ["--sort"]
     assert completed("thunderagent", "serve", "--port", "1", "--log-le") == ["--log-level"]
     assert completed("thunderagent", "serve", "--log-level", "de") == ["debug"]

@@ -115,7 +115,7 @@ def test_a_wrong_value_names_its_field(given: dict[str, object], message: str) -
         {"kubernetes_replicas": "inference/app.kubernetes.io/name=vllm,tier in (gpu, big):http"},
         {"kv_events": "tcp://{host}:5557"},
         {"embedded_engines": 0},
-        {"judge_fail_count": "10", "judge_model": "", "provision_port": "8000", "provision_image": ""},
+        {"judge_every_turns": "5", "judge_model": "", "provision_port": "8000", "provision_image": ""},
         {"judge_url": "replicas", "order": "orbit-judge"},
     ],
 )
@@ -277,3 +277,10 @@ def test_a_fault_in_the_file_names_it_with_its_line_and_key(tmp_path: Path, text
         ServeConfig.load(toml(tmp_path, text))
     assert message in refused.value.message
     assert str(tmp_path / "thunderagent.toml") in refused.value.message
+
+
+@pytest.mark.parametrize(("given", "count"), [({}, 2), ({"judge_every_turns": 1}, 10), ({"judge_every_turns": 50}, 1)])
+def test_the_failures_that_a_judge_may_predict_follow_how_often_it_is_asked(given: dict[str, int], count: int) -> None:
+    """ORBIT's ten are of verdicts at each turn; a number that is given stays."""
+    assert ServeConfig.load(judge_url="replicas", **given).judge_fails_count == count
+    assert ServeConfig.load(judge_url="replicas", judge_fail_count=7, **given).judge_fails_count == 7

@@ -87,7 +87,7 @@ ENDPOINTS = {
     *("sandboxes", "work", "NAMESPACE", "tools", "summary", "history", "events", "dashboard"),
     *("operations", "deployment", "statefulset", "keys", "config", "concurrency"),
     *("tokenize", "detokenize", "version", "reset_prefix_cache", "generate", "inference", "skyrl"),
-    *("openapi", "docs", "dashboard", "internal"),
+    *("openapi", "docs", "dashboard", "internal", "thunderagent"),
     *("pause", "resume", "pause_generation", "continue_generation", "flush_cache", "is_paused", "is_sleeping"),
     *("sleep", "wake_up", "release_kv_cache_memory", "release_memory_occupation", "resume_memory_occupation"),
     *("start_weight_update", "start_draft_weight_update", "finish_weight_update", "finalize_weight_update"),
@@ -99,7 +99,7 @@ ENDPOINTS = {
     *("destroy_weights_update_group", "shutdown_weight_transfer_engine", "abort_request", "abort_requests"),
     *("load_lora_adapter", "unload_lora_adapter", "init_weights_update_group", "init_weight_transfer_engine"),
     *("init_weight_transfer", "init_broadcaster", "init_weights_send_group_for_remote_instance"),
-    *("send_weights_to_remote_instance", "workers", "list_workers", "weight_sync", "leases"),
+    *("send_weights_to_remote_instance", "workers", "list_workers", "weight_sync", "leases", "rollouts"),
     *("get_load", "get_loads", "end", "release", "scheduler"),
     *("add_worker", "remove_worker"),
     *("health_generate", "model_info", "server_info", "get_server_info", "open_session", "close_session"),
@@ -293,7 +293,7 @@ def test_every_metric_explains_itself_and_every_one_that_a_page_names_is_there()
 
 def test_every_metric_of_vllm_that_is_read_is_documented() -> None:
     """The page on engines names exactly those."""
-    assert set(re.findall(r"`(vllm:\w+)`", page("how-to/engines.md"))) == set(vllm._NEEDED)
+    assert set(re.findall(r"`((?:vllm:|process_)\w+)`", page("how-to/engines.md"))) == set(vllm._NEEDED)
 
 
 def test_every_error_and_reason_is_in_its_table() -> None:

@@ -48,6 +48,9 @@ MAX_PARTS_COUNT = 16 * MAX_MODELS_COUNT
 ASIDE_BYTES = 64 * 1024
 """A larger answer is read on a thread."""
 
+CONNECT_RATIO = 0.9
+"""Part of a poll's deadline in which its connection must be made."""
+
 KEEPALIVE_S = 4.0
 """uvicorn, which engines run on, closes a connection that is idle for 5 s."""
 
@@ -81,6 +84,8 @@ class Failure(Struct, frozen=True, array_like=True):
     is_answer: bool = False
     is_excess: bool = False
     """Whether the answer was beyond a bound: the engine is not one that can be polled."""
+    is_unreached: bool = False
+    """Whether not even a connection was made in time: a process that is only busy has its kernel accept it."""
 
 
 class RankReading(Struct, frozen=True, array_like=True):
@@ -153,7 +158,8 @@ class Asker:
             headers["Authorization"] = authorization
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(ssl=ssl_context or True, keepalive_timeout=KEEPALIVE_S, use_dns_cache=False),
-            timeout=aiohttp.ClientTimeout(),  # of its parts; the deadline is for the whole answer
+            # Of its parts; the deadline is for the whole answer.
+            timeout=aiohttp.ClientTimeout(sock_connect=CONNECT_RATIO * self._deadline_s),
             headers=headers,
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -168,9 +174,10 @@ class Asker:
         health, metrics = asking.result(), asking_metrics.result()
         reading, metrics = await self._checked(metrics, self._read, self.backend.metrics_path)
         failure = health if isinstance(health, Failure) else None
-        needs_info = reading is None or reading.capacity_tokens is None
+        is_dead = failure is not None and isinstance(metrics, Failure)
+        needs_info = not is_dead and (reading is None or reading.capacity_tokens is None)
         models = None
-        if failure is not None and isinstance(metrics, Failure):
+        if is_dead:
             self.polls_to_models = 0  # the next to answer may be another engine
         if self.polls_to_models <= 0 and (isinstance(metrics, str) or failure is None):
             models = await self._get(client, url_of(self.url, MODELS_PATH), MAX_LIST_BYTES)  # on an open connection
@@ -220,6 +227,8 @@ class Asker:
             if not 200 <= response.status < 300:
                 return Failure(f"{url.path} answered {response.status}", is_answer=True)
             return Failure(f"{url.path} {error}", is_excess=True)
+        except aiohttp.ConnectionTimeoutError:
+            return Failure(f"no connection within {deadline_s:g} s", is_silence=True, is_unreached=True)
         except TimeoutError:
             return Failure(f"no answer within {deadline_s:g} s", is_silence=True)
         except (aiohttp.ClientError, ValueError) as error:  # also what cannot be sent

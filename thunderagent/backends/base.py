@@ -33,6 +33,7 @@ class ReplicaReading:
       `iterations_total`: tokens and iterations of the engine. None of these where prompts are computed elsewhere.
     - `progress_total`: a sum of counters that grows with every step of an engine that has work, whatever they count.
     - `uncached_ranks_count`: ranks whose prefix cache is turned off. Programs gain nothing there.
+    - `started_s`: when its process began, by its own clock, in seconds since 1970.
     - `models`: the names in its list at `/v1/models`, including LoRA adapters; empty if it has no such list.
     - `age_s`: how long ago the engine was asked: later changes may not be in it. Not reported by the engine.
     """
@@ -53,6 +54,7 @@ class ReplicaReading:
     iterations_total: float | None = None
     progress_total: float | None = None
     uncached_ranks_count: int | None = None
+    started_s: float | None = None
     models: tuple[str, ...] | None = field(default=None, compare=False)
     age_s: float = field(default=0.0, compare=False)
 

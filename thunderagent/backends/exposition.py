@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from thunderagent.bounded import ExcessError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from prometheus_client.samples import Sample
+
+STARTED: Final = "process_start_time_seconds"
 
 MAX_LINES_COUNT = 100_000
 MAX_LINE_CHARS = 16 * 1024
@@ -51,6 +55,12 @@ def samples_of(exposition: str, names: tuple[str, ...]) -> dict[str, list[Sample
             if sample.name in names:
                 samples.setdefault(sample.name, []).append(sample)
     return samples
+
+
+def started_s_of(samples: Mapping[str, list[Sample]]) -> float | None:
+    """Return when the process began, which has a line if it alone serves its metrics; None if that is unknown."""
+    found = [sample.value for sample in samples.get(STARTED, ()) if is_sane(sample.value)]
+    return found[0] if len(found) == 1 else None
 
 
 def is_sane(value: float) -> bool:

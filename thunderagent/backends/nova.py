@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from thunderagent.backends.base import NamedTurn, Notice, ReplicaReading
-from thunderagent.backends.exposition import is_sane, samples_of
+from thunderagent.backends.exposition import STARTED, is_sane, samples_of, started_s_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,7 +26,7 @@ RUNNING: Final = "nova:num_requests_running"
 WAITING: Final = "nova:num_requests_waiting"
 PENDING_ENCODE: Final = "nova:pending_encode"
 
-_NEEDED: Final = (SLOTS, SLOTS_USED, SLOT_TOKENS, RUNNING, WAITING, PENDING_ENCODE)
+_NEEDED: Final = (STARTED, SLOTS, SLOTS_USED, SLOT_TOKENS, RUNNING, WAITING, PENDING_ENCODE)
 
 RELEASE_PATH: Final = "/release"
 
@@ -83,6 +83,7 @@ class NovaBackend:
             running_count=_count(samples, RUNNING),
             waiting_count=_count(samples, WAITING),
             pending_encode_count=_count(samples, PENDING_ENCODE),
+            started_s=started_s_of(samples),
         )
 
     def read_info(self, info: str) -> int | None:  # noqa: ARG002 - the protocol's signature

@@ -3,10 +3,12 @@
 Each URL has a task of its own, so that a slow or dead one delays no other; replicas that are data-parallel ranks behind
 one URL share it. A poll asks for health and for metrics at the same time, each with its own deadline. Health alone
 decides whether a replica is up: one success brings it up, a refused connection or several failures in a row take it
-down. Unreadable metrics are no reason to send turns elsewhere; they give an empty reading. But an engine that answers
-for its metrics is not silent: SGLang answers for its health with a token that it generates, and so not while it is
-paused for new weights. A replica is asked for its models before it comes up, and now and then: LoRA adapters come and
-go.
+down. So do three in a row without an answer, if no turn there had a byte meanwhile. What is in flight there may still
+be computed: it is lost after a longer time, or at once if not even a connection can be made. One that takes new weights
+is given that time, too. Unreadable metrics are no reason to send turns elsewhere; they give an empty reading. But an
+engine that answers for its metrics is not silent: SGLang answers for its health with a token that it generates, and so
+not while it is paused for new weights. A replica is asked for its models before it comes up, and now and then: LoRA
+adapters come and go.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import dataclass, field, replace
+from math import inf
 from ssl import SSLContext
 from typing import TYPE_CHECKING, Protocol
 
@@ -38,6 +41,12 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger(__name__)
 
+SILENT_POLLS_COUNT = 3
+"""Polls in a row without an answer, while no turn had a byte, that take a replica down."""
+
+HEARD_WITHIN_S = 2.0
+"""A turn's bytes are reported once a second: without a report for so long they stand still."""
+
 ELSEWHERE_POLLS_COUNT = 3
 """A URL that others poll is polled here after this many intervals without news."""
 
@@ -59,6 +68,12 @@ class ReplicaListener(Protocol):
 
         With `is_silent` it answered no poll for long; otherwise it refused one, or answered badly.
         """
+
+    def replica_lost(self, replica_id: str, why: str) -> None:
+        """Note, once, that nothing will come of what is in flight on a replica that is down."""
+
+    def may_be_silent(self, replica_id: str) -> bool:
+        """Return whether a replica does something during which it may answer nothing, such as taking new weights."""
 
     def heard_ago_s(self, replica_id: str) -> float:
         """Return how long ago a turn there last had a byte; infinite if none ever had."""
@@ -90,8 +105,8 @@ class PollerSettings:
     deadline_s: float = 2.0
     # Failed polls in a row that take a replica down; a refused connection does so at once.
     down_after_failures: int = 2
-    # Silence is weaker evidence: a loaded engine may delay a poll for many seconds while its streams flow (vLLM on a
-    # busy CPU: 10 s seen). Polls that only got no answer in time take a replica down after this time.
+    # Silence is weaker evidence: a loaded engine may delay a poll for many seconds (vLLM on a busy CPU: 10 s seen), and
+    # compute meanwhile. What is in flight on a replica that is silent is lost after this time.
     silence_limit_s: float = 30.0
     # The header Authorization of polls; empty: none.
     authorization: str = ""
@@ -131,13 +146,22 @@ class _Watched:
     ranks_count: int = 0
     models: tuple[str, ...] | None = None
     failure_count: int = 0
+    silent_count: int = 0
+    """Polls in a row without an answer, while no turn had a byte."""
     silent_since_s: float | None = None
+    is_lost: bool = True
+    """Whether what was in flight there was given up, or it never answered."""
     trouble: dict[str, str | None] = field(default_factory=dict)
     asked_s: float = float("-inf")
     """Begin of the last poll with a result, or a later refusal."""
     told_s: float | None = None
     """When others last reported it, or were first asked to poll it; None if nobody else does."""
     suspected: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def begin_anew(self) -> None:
+        """Forget what failed: it has answered."""
+        self.failure_count = self.silent_count = 0
+        self.silent_since_s, self.is_lost = None, False
 
 
 class Poller:
@@ -277,6 +301,8 @@ class Poller:
                     watched.asker.polls_to_models = 0
                 await self._poll(watched, client)
             wait_s = next_poll_after_s(origin_s, loop.time(), self.settings.interval_s)
+            if 0 < watched.silent_count < SILENT_POLLS_COUNT and self.settings.deadline_s >= self.settings.interval_s:
+                wait_s = 0.0  # the last one took longer than it is until the next
 
     def _is_told(self, watched: _Watched) -> bool:
         """Return whether others poll a URL, and report on it."""
@@ -310,8 +336,7 @@ class Poller:
             self._heard_metrics_alone(watched, found)
 
     def _heard_health(self, watched: _Watched, found: Found) -> None:
-        watched.failure_count = 0
-        watched.silent_since_s = None
+        watched.begin_anew()
         self._find_ranks(watched, found.ranks_count)
         for endpoint in list(watched.endpoints.values()):  # a listener may remove the very replica it is told of
             replica_id = endpoint.replica_id
@@ -335,8 +360,7 @@ class Poller:
 
     def _heard_metrics_alone(self, watched: _Watched, found: Found) -> None:
         """Keep replicas as they are, up or down, and take the readings of those that are up."""
-        watched.failure_count = 0
-        watched.silent_since_s = None
+        watched.begin_anew()
         for endpoint in list(watched.endpoints.values()):
             if endpoint.replica_id in watched.endpoints and watched.is_up.get(endpoint.replica_id):
                 reading = self._read(watched, endpoint, found)
@@ -348,19 +372,27 @@ class Poller:
         if failure.is_silence:
             now_s = asyncio.get_running_loop().time()
             if watched.silent_since_s is None:
-                watched.silent_since_s = now_s - settings.deadline_s
-            silent_s = now_s - watched.silent_since_s
-            silent_s = min([silent_s, *map(self._listener.heard_ago_s, watched.endpoints)])  # its turns tell, too
-            is_over = not watched.is_up or silent_s >= settings.silence_limit_s
+                watched.silent_since_s = watched.asked_s
+            heard_ago_s = min(map(self._listener.heard_ago_s, watched.endpoints), default=inf)  # its turns tell, too
+            is_silent = heard_ago_s > max(HEARD_WITHIN_S, now_s - watched.asked_s)
+            watched.silent_count = watched.silent_count + 1 if is_silent else 0
+            silent_s = min(now_s - watched.silent_since_s, heard_ago_s)
+            is_lost = failure.is_unreached or silent_s >= settings.silence_limit_s
+            needs_limit = not is_lost and any(map(self._listener.may_be_silent, watched.endpoints))
+            is_over = not watched.is_up or (watched.silent_count >= SILENT_POLLS_COUNT and not needs_limit)
         else:
             watched.failure_count += 1
             is_over = failure.is_refusal or watched.failure_count >= settings.down_after_failures
+            is_lost = False
         if not is_over:
             return
+        is_lost, watched.is_lost = is_lost and not watched.is_lost, is_lost or watched.is_lost
         for replica_id in list(watched.endpoints):
             if replica_id in watched.endpoints and watched.is_up.get(replica_id) is not False:
                 watched.is_up[replica_id] = False
                 self._listener.replica_down(replica_id, failure.why, is_silent=failure.is_silence)
+            if replica_id in watched.endpoints and is_lost:
+                self._listener.replica_lost(replica_id, failure.why)
 
     def _read(self, watched: _Watched, endpoint: ReplicaEndpoint, found: Found) -> ReplicaReading | None:
         """Return a replica's metrics, with the capacity from elsewhere; None if it was not asked for.

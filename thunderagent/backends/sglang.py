@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import msgspec
 
 from thunderagent.backends.base import ReplicaReading
-from thunderagent.backends.exposition import is_sane, samples_of
+from thunderagent.backends.exposition import STARTED, is_sane, samples_of, started_s_of
 from thunderagent.backends.priority_field import REFUSAL, with_priority
 from thunderagent.backends.sglang_notices import PATHS, SglangNotices
 
@@ -44,6 +44,7 @@ CACHED_TOKENS: Final = "sglang:cached_tokens_total"  # newer versions: one serie
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 _NEEDED: Final = (
+    STARTED,
     CAPACITY,
     KV_USED,
     TOKEN_USAGE,
@@ -115,6 +116,7 @@ class SglangBackend:
             tier_query_tokens_total=max(0.0, asked - (cached or 0.0)) if loaded is not None and asked else None,
             tier_hit_tokens_total=loaded,
             tier_tokens=_capacity_tokens(_by_rank(samples.get(TIER_TOKENS, ()))),
+            started_s=started_s_of(samples),
         )
 
     def read_info(self, info: str) -> int | None:

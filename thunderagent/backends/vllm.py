@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 
 from thunderagent.backends.base import ReplicaReading
-from thunderagent.backends.exposition import is_sane, samples_of
+from thunderagent.backends.exposition import STARTED, is_sane, samples_of, started_s_of
 from thunderagent.backends.priority_field import PRIORITY_HEADER, REFUSAL, with_priority
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ PROGRESS: Final = (
 """The last one counts steps, also those of a long prefill."""
 
 _NEEDED: Final = (
+    STARTED,
     *PROGRESS,
     CACHE_CONFIG,
     TIER_CONFIG,
@@ -137,6 +138,7 @@ class VllmBackend:
             generated_tokens_total=_total(_first_known(samples, GENERATED)),
             iterations_total=_total(_first_known(samples, ITERATIONS)),
             uncached_ranks_count=_uncached_ranks_count(samples.get(CACHE_CONFIG, ())),
+            started_s=started_s_of(samples),
             progress_total=_total([value for name in PROGRESS for value in _first_known(samples, (name,))]),
         )
 

@@ -129,6 +129,7 @@ def build_parser() -> argparse.ArgumentParser:
     nova_parser = commands.add_parser("nova", help="serve a vision-language model to agents on one device")
     nova_commands = nova_parser.add_subparsers(metavar="COMMAND", required=True)
     nova_commands.add_parser("serve", help="serve it", add_options=_add_nova)
+    nova_commands.add_parser("sample", help="write a small random model to try it with", add_options=_add_nova_sample)
     _add_workflow_commands(commands)
     return parser
 
@@ -197,6 +198,14 @@ def _add_nova(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run_nova)
 
 
+def _add_nova_sample(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Write a small random model of the family of Qwen2.5-VL, 4 MB, for `nova serve`. What it says means nothing."
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where to; it is made if it is not there")
+    parser.set_defaults(run=run_nova_sample)
+
+
 def _add_workflow_commands(commands: Any) -> None:
     workflow_parser = commands.add_parser("workflow", help="agents as futures: write stubs, watch a deployment")
     workflow_commands = workflow_parser.add_subparsers(metavar="COMMAND", required=True)
@@ -237,6 +246,16 @@ def run_nova(args: argparse.Namespace) -> int:
         raise ConfigurationError(f"nova: install thunderagent with the extra `nova`: {error}") from error
     configure_logging("info", as_json=False)
     return command.run(config)
+
+
+def run_nova_sample(args: argparse.Namespace) -> int:
+    """Write a small random model to a folder."""
+    try:
+        from thunderagent.nova import sample
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(f"nova: install thunderagent with the extra `nova`: {error}") from error
+    sample.write(args.folder)
+    return 0
 
 
 def run_workflow(args: argparse.Namespace) -> int:

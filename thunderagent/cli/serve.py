@@ -138,13 +138,10 @@ def run_serve(args: argparse.Namespace) -> int:
         structlog.get_logger("thunderagent.cli").warning("unknown_setting", variable=name, nearest=nearest or None)
 
     def announce(url: str, policy_name: str) -> None:
-        print(f"thunderagent ready at {url}: policy {policy_name}", flush=True)
+        _say(f"thunderagent ready at {url}: policy {policy_name}")
 
     def announce_not_ready(url: str, policy_name: str) -> None:
-        print(
-            f"thunderagent not yet ready at {url}: policy {policy_name}; no replica is up: see `thunderagent doctor`",
-            flush=True,
-        )
+        _say(f"thunderagent not yet ready at {url}: policy {policy_name}; no replica is up: see `thunderagent doctor`")
 
     if args.role == "picker":
         from thunderagent.picker.command import Options, serve_picker
@@ -168,6 +165,19 @@ def run_serve(args: argparse.Namespace) -> int:
         print(f"thunderagent: error: cannot serve on {config.host}:{config.port}: {error}{hint}", file=sys.stderr)
         return 1
     return 0
+
+
+def _say(line: str) -> None:
+    """Print a line. Serving goes on if standard output takes none, such as a file on a full disk."""
+    import structlog
+
+    try:
+        print(line, flush=True)
+    except OSError as error:
+        structlog.get_logger("thunderagent.cli").warning("stdout_not_written", why=error.strerror or str(error))
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # otherwise Python would write the line again at its end, and fail
+        os.close(nowhere)
 
 
 def _read_listen(args: argparse.Namespace) -> None:

@@ -232,6 +232,8 @@ def _place(cell: dict[str, Any] | None) -> str:
         lag_s, store = cell["log_lag_p99_s"], "" if cell["store_answers"] else "   the store is away"
         lag = "" if lag_s is None else f"   log lag p99 {lag_s * 1000:.1f} ms"
         line += f"\nstandby {'there' if cell['has_standby'] else 'none'}{lag}{store}"
+    if cell.get("counts_may_miss"):
+        line += "\nturns may be missing in the counts: the store had lost data at a takeover"
     return line
 
 

@@ -37,6 +37,7 @@ log = logging.getLogger("thunderagent.client")
 
 DEFAULT_PROXY = "http://127.0.0.1:8300"
 PROXY_VARIABLE = "THUNDERAGENT_PROXY"
+PROGRAM_VARIABLE = "THUNDERAGENT_PROGRAM_ID"
 
 REQUEST_TIMEOUT_S = 30.0
 """For each wait of a request that somebody waits for."""
@@ -172,7 +173,7 @@ class Program(Branch):
             "OPENAI_API_BASE": self.base_url,
             "ANTHROPIC_BASE_URL": self.anthropic_base_url,
             PROXY_VARIABLE: self.proxy,
-            "THUNDERAGENT_PROGRAM_ID": self.program_id,
+            PROGRAM_VARIABLE: self.program_id,
             **keys,
         }
 
@@ -313,8 +314,25 @@ class Program(Branch):
         """Do as `sandboxes`."""
         return await asyncio.wrap_future(in_thread(self.sandboxes))
 
-    def wait_for_sandbox(self, template: str | None = None, *, timeout_s: float = SANDBOX_TIMEOUT_S) -> Sandbox:
-        """Wait for a sandbox of a template, or for any, and return the first that is usable.
+    def request_sandbox(self, wanted: str | Mapping[str, Any]) -> str:
+        """Ask for a sandbox, by the name of a template or as in `POST /programs`; return its id at once.
+
+        Raises `ClientError`.
+        """
+        path = f"/programs/{quote(self.program_id, safe='')}/sandboxes"
+        body = {"template": wanted} if isinstance(wanted, str) else dict(wanted)
+        (asked,) = exchange(self.proxy, "POST", path, body, timeout_s=REQUEST_TIMEOUT_S)["sandboxes"]
+        sandbox_id: str = asked["sandbox_id"]
+        return sandbox_id
+
+    async def async_request_sandbox(self, wanted: str | Mapping[str, Any]) -> str:
+        """Do as `request_sandbox`."""
+        return await asyncio.wrap_future(in_thread(lambda: self.request_sandbox(wanted)))
+
+    def wait_for_sandbox(
+        self, template: str | None = None, *, sandbox_id: str | None = None, timeout_s: float = SANDBOX_TIMEOUT_S
+    ) -> Sandbox:
+        """Wait for a sandbox of a template, for that of an id, or for any, and return the first that is usable.
 
         Raises `SandboxFailedError` if all of them have failed, `SandboxTimeoutError`, and other
         `ClientError`s.
@@ -322,20 +340,20 @@ class Program(Branch):
         end_s = time.monotonic() + timeout_s
         for pause_s in _pauses_s():
             found = self.sandboxes()
-            if (usable := _usable(self, found, template)) is not None:
+            if (usable := _usable(self, found, template, sandbox_id)) is not None:
                 return usable
             _check_time(self, found, end_s - time.monotonic(), timeout_s)
             time.sleep(min(pause_s, max(0.0, end_s - time.monotonic())))
         raise AssertionError("the pauses do not end")
 
     async def async_wait_for_sandbox(
-        self, template: str | None = None, *, timeout_s: float = SANDBOX_TIMEOUT_S
+        self, template: str | None = None, *, sandbox_id: str | None = None, timeout_s: float = SANDBOX_TIMEOUT_S
     ) -> Sandbox:
         """Do as `wait_for_sandbox`."""
         end_s = time.monotonic() + timeout_s
         for pause_s in _pauses_s():
             found = await self.async_sandboxes()
-            if (usable := _usable(self, found, template)) is not None:
+            if (usable := _usable(self, found, template, sandbox_id)) is not None:
                 return usable
             _check_time(self, found, end_s - time.monotonic(), timeout_s)
             await asyncio.sleep(min(pause_s, max(0.0, end_s - time.monotonic())))
@@ -351,9 +369,17 @@ def _pauses_s() -> Iterator[float]:
         yield _SANDBOX_PAUSES_S[-1]
 
 
-def _usable(program: Program, found: list[Sandbox], template: str | None) -> Sandbox | None:
+def _usable(
+    program: Program, found: list[Sandbox], template: str | None, sandbox_id: str | None = None
+) -> Sandbox | None:
     """Return the first usable one; None while one may come. Raises `SandboxFailedError` when none can any more."""
-    wanted = [sandbox for sandbox in found if template in (None, sandbox["template"])]
+    wanted = [
+        sandbox
+        for sandbox in found
+        if template in (None, sandbox["template"]) and sandbox_id in (None, sandbox["sandbox_id"])
+    ]
+    if sandbox_id is not None and not wanted:
+        raise SandboxFailedError(f"program {program.program_id!r} has no sandbox {sandbox_id!r} (any more)")
     for sandbox in wanted:
         if sandbox["stage"] in {"ready", "in_use"}:
             return sandbox

@@ -27,6 +27,7 @@ from pydantic_settings import (
 from thunderagent.config.access import Limits, Listening, Security
 from thunderagent.config.engines import Engines, Provisioning, Simulated
 from thunderagent.config.processes import Logs, Processes
+from thunderagent.config.rollouts import Rollouts
 from thunderagent.config.sandboxes import Sandboxes
 from thunderagent.config.scheduling import Judging, Scheduling
 from thunderagent.config.slices import Slice
@@ -51,6 +52,7 @@ class ServeConfig(
     Sandboxes,
     Judging,
     Provisioning,
+    Rollouts,
     Control,
     Security,
     Limits,
@@ -104,7 +106,7 @@ class ServeConfig(
 
     @model_validator(mode="after")
     def _nothing_is_without_effect(self) -> Self:
-        for prefix, switch in (("judge_", "judge_url"), ("provision_", "provision")):
+        for prefix, switch in (("judge_", "judge_url"), ("provision_", "provision"), ("rollout_", "rollouts")):
             given = [
                 name
                 for name, field in type(self).model_fields.items()

@@ -81,7 +81,8 @@ class Engines(Slice):
     poll_silence_limit_s: float = Field(
         30.0,
         gt=0,
-        description="a replica without an answered poll and a byte of its turns is down after this time, in seconds",
+        description="what is in flight on a replica that answers no poll, and has no byte of a turn, is lost after "
+        "this time, in seconds; it gets nothing new after three such polls",
     )
     frozen_limit_s: float = Field(
         15.0,

@@ -61,6 +61,7 @@ class Processes(Slice):
     lock_s: float = Field(
         3.0,
         ge=0.3,
+        le=600.0,
         description="for a scheduler with a store: another one takes over when the leader was silent for so long, in "
         "seconds; a Lease lasts 1 s longer",
     )

@@ -64,8 +64,14 @@ class Sandboxes(Slice):
         "proxy starts again",
     )
     sandbox_reclaim_images: bool = Field(
-        False,
-        description="whether images that were pulled for sandboxes are removed with the last sandbox that uses them",
+        True,
+        description="whether images that were pulled for sandboxes are removed, beyond sandbox_images_bytes, when no "
+        "sandbox uses them",
+    )
+    sandbox_images_bytes: int = Field(
+        20_000_000_000,
+        ge=0,
+        description="how much of such images stays for later sandboxes, in bytes; those used least recently go first",
     )
     sandbox_keep_images: Listed = Field((), description="images that are never removed, separated by commas")
     sandbox_callback_token: str = Field(

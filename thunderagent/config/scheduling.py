@@ -15,15 +15,18 @@ from thunderagent.config.slices import Pairs, Slice, split_pairs
 JUDGE_ON_REPLICAS = "replicas"
 """As judge_url: the judge is the replicas themselves."""
 
+FAILS_OF_EACH_TURN_COUNT = 10
+"""K_fail of a judge that is asked after each turn."""
+
 
 class Scheduling(Slice):
     """Scheduling."""
 
     policy: str = Field(
         "breakeven",
-        description="breakeven (this project's own), thunderagent (the paper's), cap, ttl, mars, continuum, infercept, "
-        "autellix, sticky, passthrough, a preset (thunderagent-ports, continuum-fixed, concur, "
-        "fcfs), or package.module:Class",
+        description="breakeven (this project's own), thunderagent (the paper's), thunderagent-released, cap, ttl, "
+        "mars, continuum, infercept, autellix, sticky, passthrough, a preset (thunderagent-ports, continuum-fixed, "
+        "concur, fcfs), or package.module:Class",
     )
     policy_args: Pairs = Field({}, description="settings of the policy, as name=value")
     admission: str = Field(
@@ -119,7 +122,7 @@ class Judging(Slice):
     judge_prompt: Path | None = Field(
         None,
         description="file with the prompt, which must contain {task} and {transcript} once each, and may contain "
-        "{step} and {round}; there is a default",
+        "{step}, {round} and {budget}; there is a default",
     )
     judge_every_turns: int = Field(5, ge=1, description="turns of a program between two questions about it")
     judge_rate_per_s: float = Field(
@@ -133,8 +136,14 @@ class Judging(Slice):
     )
     judge_max_tokens: int = Field(512, ge=16, description="largest answer, in tokens")
     judge_timeout_s: float = Field(30.0, gt=0, description="time for the judge to answer, in seconds")
-    judge_fail_count: int = Field(
-        10, ge=0, description="a program's level is the lowest after more failure verdicts than this: ORBIT's K_fail"
+    judge_rounds: int = Field(
+        0, ge=0, description="rounds that agents have at most, which the judge is told as {budget}; 0: not known"
+    )
+    judge_fail_count: int | None = Field(
+        None,
+        ge=0,
+        description="a program's level is the lowest after more failure verdicts than this: ORBIT's K_fail, which is "
+        "10 for a verdict at each turn; by default that divided by judge_every_turns, at least 1",
     )
     judge_confidence_ratio: float = Field(
         0.0,
@@ -145,6 +154,13 @@ class Judging(Slice):
     judge_ends_hopeless: bool = Field(
         False, description="end a program at the lowest level: its turns get 410 until it is released"
     )
+
+    @property
+    def judge_fails_count(self) -> int:
+        """K_fail, as given or for how often the judge is asked."""
+        if self.judge_fail_count is not None:
+            return self.judge_fail_count
+        return max(1, round(FAILS_OF_EACH_TURN_COUNT / self.judge_every_turns))
 
     @model_validator(mode="after")
     def _judge_can_be_asked(self) -> Self:

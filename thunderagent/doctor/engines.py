@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from thunderagent.backends import Backend, ReplicaReading
 from thunderagent.backends.base import NOTHING_READ
-from thunderagent.backends.exposition import samples_of
+from thunderagent.backends.exposition import STARTED, samples_of
 from thunderagent.backends.ranks import rank_count_of
 from thunderagent.backends.vllm import CACHE_CONFIG
 from thunderagent.doctor.asking import NO_ANSWER, Answer, Asker
@@ -22,7 +22,6 @@ ON_FRESH_CONNECTION = {"Connection": "close"}
 LOOKS_COUNT = 4
 """Number of looks at an engine's metrics, each on its own connection: a load balancer shows another engine by then."""
 
-START_TIME = "process_start_time_seconds"
 METRICS_REMEDY = {
     "sglang": "start SGLang with --enable-metrics",
     "vllm": "start vLLM without --disable-log-stats, and let GET /metrics through",
@@ -118,7 +117,7 @@ async def _probe(asker: Asker, engine: Engine, backend: Backend) -> None:
     for _ in range(LOOKS_COUNT):
         text = (await asker.get(backend.metrics_path, ON_FRESH_CONNECTION)).text
         engine.readings.append(backend.read_metrics(text))
-        engine.start_times_s += [sample.value for sample in samples_of(text, (START_TIME,)).get(START_TIME, ())]
+        engine.start_times_s += [sample.value for sample in samples_of(text, (STARTED,)).get(STARTED, ())]
 
 
 def findings_of(engine: Engine, *, wants_priorities: bool, capacity_override_tokens: int | None) -> Iterator[Finding]:

@@ -145,6 +145,8 @@ class ReplicaState(Struct, frozen=True, array_like=True, gc=False):
     """The reason of the verdict."""
     aborts_count: int = 0
     """How often a trainer aborted what ran there."""
+    incarnation: int = 0
+    """How often what ran there was lost, because its engine restarted, froze or fell silent for long."""
 
 
 class ReplicaMap:

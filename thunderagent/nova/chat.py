@@ -10,6 +10,8 @@ from typing import Any, Final
 
 import msgspec
 
+from thunderagent.bodies import decode_body
+
 Json = dict[str, Any]
 
 _DATA_URL: Final = re.compile(r"data:image/[\w.+-]+;base64,", re.ASCII)
@@ -95,7 +97,7 @@ class ReleaseBody(msgspec.Struct):
 def parse(body: bytes, kind: type[Any]) -> Any:
     """Parse a body; ApiError if it is invalid."""
     try:
-        return msgspec.json.decode(body, type=kind)
+        return decode_body(body, kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(f"The body cannot be read: {error}") from None
 

@@ -17,6 +17,8 @@ parts of the device that follow the load. Needs the extra nova (torch, transform
 
 Examples:
   thunderagent nova serve --model ./Qwen2.5-VL-7B-Instruct
+  thunderagent nova sample ./tiny && thunderagent nova serve --model ./tiny
+      a small random model, to try it without one
   thunderagent nova serve --model ./model --keep-slots 8 --cached-images 64
       what agents send again each turn is kept
   thunderagent serve --backends http://127.0.0.1:8400 --engine-tags true

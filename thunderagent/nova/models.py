@@ -114,13 +114,22 @@ class _GridFamily:
         return [Encoded(part, tuple(layer[i] for layer in deep)) for i, part in enumerate(out.pooler_output)]
 
     def positions(self, prompt: Prompt, ids: torch.Tensor, is_image: torch.Tensor) -> tuple[torch.Tensor, int]:
-        if not prompt.images:
-            return torch.arange(len(ids)).view(1, 1, -1).expand(3, 1, -1), 0
-        grids = torch.stack([torch.as_tensor(image.grid) for image in prompt.images])
-        positions, offset = self._model.model.get_rope_index(
-            ids[None], mm_token_type_ids=is_image[None].int(), image_grid_thw=grids
-        )
-        return positions, int(offset[0])
+        """Let each image stand as one place after the other: two of them need no token between them."""
+        merge = self._model.config.vision_config.spatial_merge_size
+        grids = iter([torch.as_tensor(image.grid) for image in prompt.images])
+        parts: list[torch.Tensor] = []
+        index = stand = 0
+        while index < len(ids):
+            if is_image[index]:
+                grid = next(grids)
+                parts.append(self._model.model.get_vision_position_ids(stand, grid, 1, merge, device=ids.device))
+                stand += int(max(grid[1], grid[2])) // merge
+            else:
+                words = int(is_image[index:].int().argmax()) or len(ids) - index
+                parts.append(torch.arange(stand, stand + words).expand(3, -1))
+                stand += words
+            index += parts[-1].shape[1]
+        return torch.cat(parts, dim=1)[:, None], stand - len(ids)
 
 
 class _TileFamily:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
@@ -17,6 +18,7 @@ from thunderagent.proxy.admin.live import Live
 from thunderagent.proxy.admin.openapi import OpenApi
 from thunderagent.proxy.admin.operations import Operations, Provisioner
 from thunderagent.proxy.admin.replica_routes import ReplicaHandlers, SourceCollector
+from thunderagent.proxy.admin.rollouts import RolloutHandlers
 from thunderagent.proxy.admin.sandboxes import SandboxCollector, Sandboxes, SandboxHandlers
 from thunderagent.proxy.control.concurrency import ConcurrencySignal
 from thunderagent.proxy.control.engine_control import EngineControl, EngineControlSettings
@@ -53,11 +55,13 @@ from thunderagent.proxy.routing import (
 )
 from thunderagent.proxy.turns.flow import Turns, TurnSettings
 from thunderagent.proxy.turns.models import Models
+from thunderagent.proxy.turns.recording import Recording
 from thunderagent.proxy.turns.side_calls import SideCalls
 from thunderagent.proxy.watch.autoscaling import AutoscalingCollector
 from thunderagent.proxy.watch.history import History
 from thunderagent.proxy.watch.metrics import StateCollector
 from thunderagent.proxy.watch.open_files import OpenFiles
+from thunderagent.proxy.watch.rollouts import RolloutCollector, Rollouts, RolloutSettings
 from thunderagent.proxy.watch.turn_metrics import LoopLag, TurnMetrics
 from thunderagent.proxy.wire.aiohttp_request import STALL_LIMIT_S
 from thunderagent.proxy.wire.front import Front
@@ -106,6 +110,7 @@ def build_app(
     admin_port: AdminPort | None = None,
     provisioner: Provisioner | None = None,
     judge: Judge | None = None,
+    rollouts: RolloutSettings | None = None,
     simulated: bool = False,
     further_routes: Iterable[web.RouteDef] = (),
     cell: Callable[[], CellReport] | None = None,
@@ -127,8 +132,21 @@ def build_app(
         client_priority=turn_settings.client_priority,
     )
     made = MadeAnswers(MADE_ANSWERS_COUNT)
+    recorded = _recorded(rollouts, runtime, registry)
     flow = Turns(
-        runtime, client, replicas, watcher, metrics, turn_settings, tenancy, held, made, websockets, sandboxes, judge
+        runtime,
+        client,
+        replicas,
+        watcher,
+        metrics,
+        turn_settings,
+        tenancy,
+        held,
+        made,
+        websockets,
+        sandboxes,
+        judge,
+        partial(Recording, recorded, replicas) if recorded is not None else None,
     )
     runtime.turn_aborters.append(flow.abort)
     turns = TurnHandlers(flow)
@@ -174,13 +192,13 @@ def build_app(
         LoopLag(registry),
     )
     app[OPEN_FILES] = OpenFiles(registry)
-    app[HISTORY] = History(runtime, replicas, metrics.hold_counts)
+    app[HISTORY] = History(runtime, replicas, metrics.latency_counts)
     live = Live(runtime, replicas, app[HISTORY], sandboxes_on=sandboxes is not None, simulated=simulated, cell=cell)
     if simulated:
         app.on_response_prepare.append(_say_simulated)
     sandbox_handlers = SandboxHandlers(sandboxes, tenancy)
     app.on_shutdown.extend((leases.stop_waiting, live.close, sandbox_handlers.close, _closing(websockets)))
-    app.on_cleanup.extend((_stopping(replicas.breakers), _closing(engine_control, weight_sync, leases)))
+    app.on_cleanup.extend((_stopping(replicas.breakers), _closing(engine_control, weight_sync, leases, recorded)))
     routes = [
         *engine_control.routes(),
         *Facade(runtime, replicas, engine_control, turns.handle_on, side_calls.forward_to).routes(),
@@ -188,6 +206,7 @@ def build_app(
         *ConcurrencySignal(runtime).routes(),
         *leases.routes(),
         *sandbox_handlers.routes(),
+        *RolloutHandlers(recorded, tenancy).routes(),
         *BetweenTurns(runtime, tenancy).routes(),
         *Admin(runtime, replicas, registry, tenancy, sandboxes, turn_settings.identity.tokens, cell).routes(),
         *ReplicaHandlers(runtime, replicas, discovery).routes(),
@@ -219,6 +238,15 @@ def _quotas(runtime: Runtime, registry: CollectorRegistry, held: HeldTurns, *, h
     return quotas
 
 
+def _recorded(settings: RolloutSettings | None, runtime: Runtime, registry: CollectorRegistry) -> Rollouts | None:
+    """Return what records turns, with its metrics; None if nothing is recorded."""
+    if settings is None:
+        return None
+    recorded = Rollouts(settings, runtime)
+    registry.register(RolloutCollector(recorded))
+    return recorded
+
+
 def _stopping(breakers: Breakers) -> Callable[[web.Application], Awaitable[None]]:
     async def close(_: web.Application) -> None:
         breakers.close()
@@ -226,11 +254,14 @@ def _stopping(breakers: Breakers) -> Callable[[web.Application], Awaitable[None]
     return close
 
 
-def _closing(*owners: EngineControl | WeightSync | Leases | Websockets) -> Callable[[web.Application], Awaitable[None]]:
+def _closing(
+    *owners: EngineControl | WeightSync | Leases | Websockets | Rollouts | None,
+) -> Callable[[web.Application], Awaitable[None]]:
     """Return a hook that ends, when the application ends, what would otherwise go on."""
 
     async def close(_: web.Application) -> None:
         for owner in owners:
-            owner.close()
+            if owner is not None:
+                owner.close()
 
     return close

@@ -52,6 +52,8 @@ class Fleet:
         """By replica id."""
         self.aborts_counts: Counter[str] = Counter()
         """How often a trainer aborted what ran on a replica."""
+        self.incarnations: Counter[str] = Counter()
+        """How often what ran on a replica was lost with its engine's process, or as if it were."""
         self.replicas = ReplicaMap()
         """What others may know of them."""
 
@@ -80,6 +82,7 @@ class Fleet:
             replica.verdict.state.value,
             replica.verdict.reason,
             self.aborts_counts[replica_id] if self.aborts_counts else 0,
+            self.incarnations[replica_id] if self.incarnations else 0,
         )
 
     def aborted(self, replica_id: str) -> None:

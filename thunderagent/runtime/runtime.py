@@ -310,7 +310,7 @@ class Runtime:
         return aborted_count
 
     def replica_aborted(self, replica_id: str) -> None:
-        """Record that a trainer aborts what runs on a replica, all or some of it."""
+        """Record that a trainer told a replica what may abort turns there, all or some of them."""
         self._aborted_s[replica_id] = self.now_s()
         self._fleet.aborted(replica_id)
 
@@ -559,6 +559,12 @@ class Runtime:
             self.replica_judged(replica_id, state, why)
         self._writer.dispatch(ReplicaDown(self.now_s(), replica_id))
 
+    def replica_lost(self, replica_id: str, why: str, state: ReplicaState = ReplicaState.DOWN) -> None:
+        """Report that a replica is down, and that nothing will come of what ran there: its next incarnation is new."""
+        if replica_id in self.pools.replicas:
+            self._fleet.incarnations[replica_id] += 1
+        self.replica_down(replica_id, state, why)
+
     def replica_judged(self, replica_id: str, state: ReplicaState, why: str) -> None:
         """Report a cause for the verdict on a replica; an empty reason ends it."""
         self._writer.dispatch(ReplicaJudged(self.now_s(), replica_id, state, why))
@@ -589,6 +595,7 @@ class Runtime:
         self._fleet.urls.pop(replica_id, None)
         self._aborted_s.pop(replica_id, None)
         self._fleet.aborts_counts.pop(replica_id, None)
+        self._fleet.incarnations.pop(replica_id, None)
         self._writer.dispatch(ReplicaRemoved(self.now_s(), replica_id))
         self.served.forget(replica_id)
 

@@ -41,8 +41,8 @@ class SignalLogWriter:
         line = {"kind": self._kind_of(type(signal)), "at_s": at_s, **fields}
         try:
             self._file.write(self._encoder.encode(line) + b"\n")
-        except OSError:
-            log.exception("signal_log_given_up")
+        except OSError as error:
+            log.error("signal_log_given_up", why=error.strerror or str(error))  # noqa: TRY400 - it says all
             self._failed = True
 
     def close(self) -> None:

@@ -112,8 +112,8 @@ class Writer:
             return
         try:
             write(self._event_log)
-        except OSError:
-            log.exception("event_log_given_up")
+        except OSError as error:
+            log.error("event_log_given_up", why=error.strerror or str(error))  # noqa: TRY400 - it says all
             self._event_log = None
 
     def _carry_out(self, decision: Decision) -> None:

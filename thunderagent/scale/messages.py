@@ -124,6 +124,7 @@ class Released(Struct, frozen=True, array_like=True, tag="released", gc=False):
 class Digest(Struct, frozen=True, array_like=True, tag="replica", gc=False):
     """A gateway's report on a replica: it `refused` a connection, `failed` a turn, is `tripped`, or may be `tried`.
 
+    Until it has `recovered`, by the good end of a turn, it is failing.
     `pressed 1.5` says that it is full, and should be granted nothing for 1.5 s.
     """
 

@@ -21,6 +21,7 @@ from thunderagent.proxy.judge import Judge, JudgeSettings, ReplicaAsker, open_ur
 from thunderagent.proxy.reading.identity import IdentityRules
 from thunderagent.proxy.turns.flow import TurnSettings
 from thunderagent.proxy.turns.retry_budget import RetrySettings
+from thunderagent.proxy.watch.rollouts import RolloutSettings
 from thunderagent.runtime import Runtime, RuntimeSettings
 from thunderagent.runtime.event_log import EventLogWriter
 from thunderagent.serving.security import (
@@ -66,7 +67,7 @@ def build_runtime(config: ServeConfig) -> tuple[Runtime, EventLogWriter | None]:
         tenant_max_programs_count=config.tenant_max_programs_count,
         fair_tenants=config.fair_tenants or bool(config.tenant_weights),
         tenant_weight_ratios=config.tenant_weights,
-        judge_fail_count=config.judge_fail_count,
+        judge_fail_count=config.judge_fails_count,
         judge_confidence_ratio=config.judge_confidence_ratio,
         judge_ends_hopeless=config.judge_ends_hopeless,
         provisions_replicas=bool(config.provision),
@@ -128,6 +129,20 @@ def turn_settings_of(config: ServeConfig, identity: IdentityRules) -> TurnSettin
     )
 
 
+def rollout_settings_of(config: ServeConfig) -> RolloutSettings | None:
+    """Return what is recorded of turns; None if nothing is."""
+    if config.rollouts is None:
+        return None
+    return RolloutSettings(
+        logprobs=config.rollouts == "logprobs",
+        folder=config.rollout_dir,
+        memory_bytes=config.rollout_memory_bytes,
+        disk_bytes=config.rollout_disk_bytes,
+        keep_s=config.rollout_keep_s,
+        turns_count=config.rollout_turns_count,
+    )
+
+
 def judge_of(config: ServeConfig, runtime: Runtime, client: ReplicaClient) -> Judge | None:
     """Return the judge, if one is configured. Raises `ConfigurationError`."""
     if not config.judge_url:
@@ -135,6 +150,7 @@ def judge_of(config: ServeConfig, runtime: Runtime, client: ReplicaClient) -> Ju
     settings = JudgeSettings(
         model=config.judge_model,
         prompt=read_prompt(config.judge_prompt),
+        round_limit_count=config.judge_rounds,
         every_turns_count=config.judge_every_turns,
         asked_count=config.judge_asked_count,
         rate_per_s=config.judge_rate_per_s,

@@ -146,7 +146,7 @@ def _driver(kind: DriverKind, owner: Owner, config: ServeConfig, urls: CallbackU
                 concurrency_count=2 * config.sandbox_hands_count,
                 max_pulls_count=config.sandbox_pulls_count,
                 keep_images=config.sandbox_keep_images,
-                reclaim_images=config.sandbox_reclaim_images,
+                images_bytes=config.sandbox_images_bytes if config.sandbox_reclaim_images else None,
             )
         if kind == "kubernetes":
             from thunderagent.tools.kubernetes import KubernetesDriver  # noqa: PLC0415 - needs an extra

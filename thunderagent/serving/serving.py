@@ -37,7 +37,14 @@ from thunderagent.proxy.watch.event_feed import KIND_OF
 from thunderagent.runtime import Runtime
 from thunderagent.runtime.learned_state import LearnedState
 from thunderagent.runtime.signal_log import SignalLogWriter
-from thunderagent.serving.building import build_runtime, client_settings_of, judge_of, tracing_of, turn_settings_of
+from thunderagent.serving.building import (
+    build_runtime,
+    client_settings_of,
+    judge_of,
+    rollout_settings_of,
+    tracing_of,
+    turn_settings_of,
+)
 from thunderagent.serving.embedded import embedded_engines
 from thunderagent.serving.listening import leave, listening
 from thunderagent.serving.process import (
@@ -262,6 +269,7 @@ async def proxy(
             admin_port=admin_port,
             provisioner=provisioning,
             judge=judge,
+            rollouts=rollout_settings_of(config),
             simulated=simulated,
             further_routes=other.routes() if other is not None else (),
             cell=other.report if other is not None else None,

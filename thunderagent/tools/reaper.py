@@ -1,9 +1,9 @@
 """The reaper: a process that waits for the proxy to die, and then removes what that proxy's sandboxes leave.
 
-Containers end by themselves when their time to live is over; networks do not, and an engine may have failed to remove a
-container that ended. The proxy holds the other end of our standard input for as long as it lives, however it dies. From
-then on this looks now and then for what bears the labels of that proxy and of that run, removes what has expired, and
-ends when nothing is left. An engine that does not answer, or is restarted meanwhile, is asked again.
+Containers end by themselves when their time to live is over; networks and images do not, and an engine may have failed
+to remove a container that ended. The proxy holds the other end of our standard input for as long as it lives, however
+it dies. From then on this looks now and then for what bears the labels of that proxy and of that run, removes what has
+expired, and ends when nothing is left. An engine that does not answer, or is restarted meanwhile, is asked again.
 
     python -m thunderagent.tools.reaper --owner OWNER --run RUN [--url URL] < PIPE
 
@@ -71,6 +71,8 @@ def main() -> int:
     parser.add_argument("--owner", required=True, help="whose sandboxes")
     parser.add_argument("--run", required=True, help="of which run of it")
     parser.add_argument("--url", default="", help="the engine's; by default what DOCKER_HOST says")
+    parser.add_argument("--images-bytes", type=int, help="how much of the images that it pulled stays; all by default")
+    parser.add_argument("--keep-image", action="append", default=[], help="an image that is never removed")
     arguments = parser.parse_args()
     wait_for_the_end(sys.stdin.fileno())
 
@@ -78,7 +80,11 @@ def main() -> int:
     from thunderagent.tools.docker.reap import reap  # noqa: PLC0415
 
     of = Owner(arguments.owner, arguments.run)
-    return 0 if reap_until_nothing_is_left(lambda now_s: reap(arguments.url, of, now_s)) else 1
+
+    def look(now_s: float) -> float | None:
+        return reap(arguments.url, of, now_s, arguments.images_bytes, arguments.keep_image)
+
+    return 0 if reap_until_nothing_is_left(look) else 1
 
 
 if __name__ == "__main__":

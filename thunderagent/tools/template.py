@@ -63,6 +63,11 @@ class Template(BaseModel):
         description="what it is expected to write, in bytes; counted against the cap until it is measured",
     )
     setup: tuple[str, ...] = Field((), description="shell commands, run inside in this order once it has started")
+    reuse_setup: bool = Field(
+        False,
+        description="docker: keep the files that setup made, for ttl_s, and start later sandboxes of this template "
+        "from them instead of running it again; for a setup that leaves nothing but files",
+    )
     ready_command: str = Field("", description="shell command that succeeds inside when the sandbox is usable")
     ready_port: int | None = Field(None, gt=0, le=65535, description="port of `ports` that accepts when it is usable")
     ready_interval_s: float = Field(
@@ -114,6 +119,8 @@ class Template(BaseModel):
             raise ValueError(f"a {self.driver} template needs an image")
         if self.warm_count and self.network == "own":
             raise ValueError("a spare sandbox cannot have a program's own network: its program is not known yet")
+        if self.reuse_setup and (self.driver != "docker" or self.mounts):
+            raise ValueError("reuse_setup is for docker templates without mounts: what setup writes there is not kept")
         if self.ready_port is not None and self.ready_port not in self.ports:
             raise ValueError(f"ready_port {self.ready_port} is not among ports")
         if self.run_as_user == 0 and self.pod_security == "restricted":

@@ -55,6 +55,8 @@ def kept_values(values: Mapping[str, Any], change: Callable[[Any], Any], session
 def _state(name: str, kind: type) -> Any:
     scope = current_scope(f"managed state {name!r}")
     if scope.location == DRIVER:
+        if scope.session.has_ended:  # what it wrote would be in no session
+            raise scope.ended_error(f"managed state {name!r}")
         if scope.session.state is None:
             scope.session.state = SessionState()
         state = scope.session.state

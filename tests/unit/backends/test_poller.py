@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-from dataclasses import dataclass, field
+import socket
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 import pytest
@@ -101,8 +102,15 @@ class Recorder:
         self.up_s[replica_id] = asyncio.get_running_loop().time()
         self.news.set()
 
+    def may_be_silent(self, replica_id: str) -> bool:
+        return False
+
     def heard_ago_s(self, replica_id: str) -> float:
         return float("inf")
+
+    def replica_lost(self, replica_id: str, why: str) -> None:
+        self.heard.append(("lost", replica_id, why))
+        self.news.set()
 
     def replica_down(self, replica_id: str, why: str, *, is_silent: bool) -> None:
         self.heard.append(("down", replica_id, why))
@@ -364,17 +372,106 @@ async def test_failures_that_are_not_in_a_row_do_not_add_up(engines: Callable[[]
         assert recorder.heard == [("up", "a")]
 
 
-async def test_a_replica_that_is_silent_for_less_than_the_limit_stays_up(engines: Callable[[], Engine]) -> None:
-    """A loaded engine delays polls while its streams flow: several missed deadlines are no reason to drop it."""
+async def ask_a_hanging(engine: Engine, poller: Poller, times: int) -> None:
+    """Have an engine asked so often without an answer."""
+    engine.hangs = True
+    for _ in range(times):
+        asked_count = engine.health_count
+        poller.suspect("a")
+        await eventually(lambda: engine.health_count > asked_count)  # noqa: B023  awaited here and now
+
+
+async def test_a_replica_that_is_silent_for_two_polls_stays_up(engines: Callable[[], Engine]) -> None:
+    """A loaded engine delays polls."""
     engine = engines()
     await engine.start()
-    async with polling(endpoint(engine), deadline_s=0.3, silence_limit_s=30.0) as (_, recorder):
+    async with polling(endpoint(engine), interval_s=60, deadline_s=0.1) as (poller, recorder):
         await recorder.until_heard("up", "a")
-        engine.hangs = True
-        await asyncio.sleep(1.0)
+        for _ in range(2):
+            await ask_a_hanging(engine, poller, 2)
+            engine.hangs = False
+            poller.suspect("a")
+            await recorder.polls("a", 1)
+        assert recorder.heard == [("up", "a")]
+
+
+async def test_a_replica_that_is_silent_for_three_polls_is_down_and_lost_after_the_limit(
+    engines: Callable[[], Engine],
+) -> None:
+    """It may compute what it has. While nothing changes it is lost once."""
+    engine = engines()
+    await engine.start()
+    async with polling(endpoint(engine), interval_s=60, deadline_s=0.1, silence_limit_s=30) as (poller, recorder):
+        await recorder.until_heard("up", "a")
+        await ask_a_hanging(engine, poller, 3)
+        await recorder.until_heard("down", "a")
+        assert [what for what, *_ in recorder.heard] == ["up", "down"]
+        poller.settings = replace(poller.settings, silence_limit_s=0.2)
+        await ask_a_hanging(engine, poller, 4)
+        await recorder.until_heard("lost", "a")
         engine.hangs = False
+        poller.suspect("a")
+        await recorder.until_heard("up", "a", times=2)
+        assert [what for what, *_ in recorder.heard] == ["up", "down", "lost", "up"]
+
+
+async def test_a_replica_that_takes_new_weights_is_silent_after_the_limit(engines: Callable[[], Engine]) -> None:
+    """It answers nothing meanwhile; down, it would count as restarted, and its suspension as over."""
+
+    class Suspended(Recorder):
+        def may_be_silent(self, replica_id: str) -> bool:
+            return True
+
+    engine = engines()
+    await engine.start()
+    async with polling(endpoint(engine), interval_s=60, deadline_s=0.1, silence_limit_s=30, recorder=Suspended()) as (
+        poller,
+        recorder,
+    ):
+        await recorder.until_heard("up", "a")
+        await ask_a_hanging(engine, poller, 5)
+        assert recorder.heard == [("up", "a")]
+        poller.settings = replace(poller.settings, silence_limit_s=0.2)
+        await ask_a_hanging(engine, poller, 2)
+        await recorder.until_heard("lost", "a")
+
+
+async def test_polls_without_an_answer_while_turns_have_bytes_are_no_silence(engines: Callable[[], Engine]) -> None:
+    """Its streams flow."""
+
+    class Flowing(Recorder):
+        def heard_ago_s(self, replica_id: str) -> float:
+            return 1.0
+
+    engine = engines()
+    await engine.start()
+    async with polling(endpoint(engine), interval_s=60, deadline_s=0.1, recorder=Flowing()) as (poller, recorder):
+        await recorder.until_heard("up", "a")
+        await ask_a_hanging(engine, poller, 6)
+        engine.hangs = False
+        poller.suspect("a")
         await recorder.polls("a", 1)
         assert recorder.heard == [("up", "a")]
+
+
+async def test_a_host_that_does_not_even_connect_has_nothing_in_flight() -> None:
+    """Its kernel would accept for a process that is busy. A listener whose queue is full drops what comes, as it."""
+    full = socket.socket()
+    full.bind(("127.0.0.1", 0))
+    full.listen(0)
+    fills = [socket.socket() for _ in range(4)]
+    for each in fills:
+        each.setblocking(False)
+        each.connect_ex(full.getsockname())
+    asker = Asker(f"http://127.0.0.1:{full.getsockname()[1]}", backend_of("vllm"), 0.3)
+    try:
+        async with asker.client("", None) as client:
+            failure = (await asker.ask(client)).failure
+        assert failure is not None
+        assert (failure.is_silence, failure.is_unreached) == (True, True)
+    finally:
+        for each in (*fills, full):
+            each.close()
 
 
 async def test_a_replica_that_hangs_is_down_after_the_limit(engines: Callable[[], Engine]) -> None:

@@ -65,8 +65,13 @@ class Listener:
     def replica_up(self, replica_id: str) -> None:
         self.heard.append("up")
 
+    def may_be_silent(self, replica_id: str) -> bool:
+        return False
+
     def heard_ago_s(self, replica_id: str) -> float:
         return float("inf")
+
+    def replica_lost(self, replica_id: str, why: str) -> None: ...
 
     def replica_down(self, replica_id: str, why: str, *, is_silent: bool) -> None:
         self.heard.append(why)

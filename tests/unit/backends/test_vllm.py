@@ -86,6 +86,7 @@ def test_a_real_engine_is_read() -> None:
         iterations_total=8149.0,
         progress_total=1_383_846.0,
         uncached_ranks_count=0,
+        started_s=1795193117.28,
     )
 
 

@@ -463,6 +463,20 @@ async def test_a_failed_sandbox_is_not_waited_for(proxy: FakeProxy) -> None:
         await p.async_wait_for_sandbox("coder")
 
 
+async def test_a_sandbox_is_asked_for_and_waited_for_by_its_id(proxy: FakeProxy) -> None:
+    """Others that are usable are passed over; one that is gone is not waited for."""
+    asked = {"sandboxes": [sandbox("requested")]}
+    now = {"sandboxes": [sandbox("ready", "other"), {**sandbox("ready"), "sandbox_id": "coder-requested"}]}
+    proxy.answer(PATH, (202, asked), (202, asked), (200, now))
+    p = program("a/b", proxy=proxy.url)
+    sandbox_id = p.request_sandbox("coder")
+    assert await p.async_request_sandbox({"spec": {"image": "x"}}) == sandbox_id == "coder-requested"
+    assert [body for _, _, body in proxy.requests] == [{"template": "coder"}, {"spec": {"image": "x"}}]
+    assert p.wait_for_sandbox(sandbox_id=sandbox_id)["template"] == "coder"
+    with pytest.raises(SandboxFailedError, match="no sandbox 'gone'"):
+        await p.async_wait_for_sandbox(sandbox_id="gone")
+
+
 async def test_no_sandbox_is_waited_for_longer_than_its_time(proxy: FakeProxy) -> None:
     proxy.answer(PATH, (200, {"sandboxes": []}), (200, {"sandboxes": [sandbox("preparing")]}))
     p = program("a/b", proxy=proxy.url)

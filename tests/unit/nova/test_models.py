@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="the extra `nova` is not installed")
@@ -55,6 +57,29 @@ def test_chunked_prefill_gives_the_keys_of_a_whole_one(family: str):
     assert whole.keys.abs().max() > 0.1
     assert (whole.keys - chunked.keys).abs().max() < 1e-5
     assert (whole.values - chunked.values).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_images_need_no_token_between_them(family: str):
+    """Without the words between them they stand as with them, and all that follows stands nearer by these."""
+    vlm = Vlm(tiny.model(family))
+    apart = tiny.prompt(family, 5, images=3)
+    is_image = [token == tiny.IMAGE for token in apart.token_ids]
+    begin = is_image.index(True)
+    end = len(is_image) - is_image[::-1].index(True)
+    kept = [index for index in range(len(is_image)) if not begin <= index < end or is_image[index]]
+    beside = replace(apart, token_ids=tuple(apart.token_ids[index] for index in kept))
+    expected, before = [], 0
+    wide = vlm.layout(apart)
+    for index in range(len(is_image)):
+        if index in kept:
+            expected.append(wide.positions[:, 0, index] - before)
+        else:
+            before += 1
+    narrow = vlm.layout(beside)
+    assert torch.equal(narrow.positions[:, 0], torch.stack(expected, dim=1))
+    assert narrow.offset == wide.offset
+    assert len(staged(vlm, beside, tokens=4)) == 4
 
 
 def test_a_model_of_another_family_is_refused():

@@ -526,10 +526,13 @@ async def test_a_full_disk_costs_the_event_log_and_nothing_else(tmp_path: Path) 
     writer.close()
     writer._file = FullDisk()  # type: ignore[assignment]
     runtime = Runtime(Scheduler(Cap(n=1)), event_log=writer)
-    runtime.replica_up("r0")
-    with await runtime.lease(asked(runtime, "a")) as lease:
-        lease.finished()
+    with structlog.testing.capture_logs() as logs:
+        runtime.replica_up("r0")
+        with await runtime.lease(asked(runtime, "a")) as lease:
+            lease.finished()
     assert runtime.outcome_counts["finished"] == 1
+    said = [each for each in logs if each["event"] == "event_log_given_up"]
+    assert said == [{"event": "event_log_given_up", "log_level": "error", "why": "No space left on device"}]
 
 
 class FullDisk:

@@ -65,6 +65,20 @@ def test_a_gateway_knows_when_a_trainer_aborted_what_runs_on_a_replica() -> None
     assert fleet.aborted_s == {}
 
 
+def test_a_gateway_hears_once_that_what_runs_on_a_replica_that_is_down_is_lost() -> None:
+    """It gives up its connections then."""
+    fleet, heard = RemoteFleet(lambda: 1.0), []
+    fleet.observe(lambda event, _: heard.append(type(event)), ReplicaDown)
+
+    def told(incarnation: int, *, up: bool) -> int:
+        heard.clear()
+        fleet.take(Replicas((RemoteReplica(ReplicaState("a", is_up=up, is_open=up, incarnation=incarnation)),)))
+        return len(heard)
+
+    assert [told(0, up=True), told(0, up=False), told(0, up=False)] == [0, 1, 0]
+    assert [told(1, up=False), told(1, up=False), told(1, up=True)] == [1, 0, 0]
+
+
 class Known:
     """A proxy's replicas, and which of them began anew."""
 

@@ -40,6 +40,7 @@ class Heard:
     def __init__(self) -> None:
         self.ids = count(1)
         self.tripped_ids: set[str] = set()
+        self.failing_ids: set[str] = set()
         self.seen_of: list[Digest] = []
         self.asked_ids: list[int] = []
         self.cards_of: list[str] = []
@@ -70,6 +71,11 @@ class Heard:
 
     def tripped(self, replica_id: str, *, tripped: bool) -> None:
         (self.tripped_ids.add if tripped else self.tripped_ids.discard)(replica_id)
+        if tripped:
+            self.failing_ids.add(replica_id)
+
+    def recovered(self, replica_id: str) -> None:
+        self.failing_ids.discard(replica_id)
 
 
 class Cell:
@@ -111,6 +117,33 @@ def test_a_replica_is_tripped_once_two_gateways_say_so_or_the_only_one() -> None
     assert cell.tripped_ids == {"r"}
     cell.says("b", Digest("r", "tried"))
     assert not cell.tripped_ids
+
+
+def test_a_replica_is_failing_until_the_probes_of_all_gateways_ended_well() -> None:
+    """That it may be tried is not enough."""
+    cell = Cell()
+    cell.links("a", 1)
+    cell.links("b", 1)
+    for gateway_id in "ab":
+        cell.says(gateway_id, Digest("r", "tripped"))
+    for gateway_id in "ab":
+        cell.says(gateway_id, Digest("r", "tried"))
+    assert (cell.tripped_ids, cell.heard.failing_ids) == (set(), {"r"})
+    cell.says("a", Digest("r", "recovered"))
+    assert cell.heard.failing_ids == {"r"}
+    cell.says("b", Digest("r", "recovered"))
+    assert not cell.heard.failing_ids
+
+
+def test_a_gateway_that_is_lost_while_it_tries_a_replica_says_nothing_against_it() -> None:
+    """It has no turn, and counts none as tripped."""
+    cell = Cell()
+    cell.links("a", 1)
+    cell.says("a", Digest("r", "tripped"), Digest("r", "tried"))
+    cell.unlinks("a", 10.0)
+    assert cell.heard.failing_ids == {"r"}
+    cell.gateways.lose_silent(15.0, 5.0)
+    assert not cell.heard.failing_ids
 
 
 def test_a_probe_that_succeeded_without_a_link_is_heard_of_with_the_next() -> None:

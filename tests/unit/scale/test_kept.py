@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from thunderagent.errors import BadFrameError, StoreError
+from thunderagent.errors import BadFrameError
 from thunderagent.programs.model.records.kept import BranchRecord, ProgramRecord
 from thunderagent.scale.leader import kept as kept_module
 from thunderagent.scale.leader.candidacy import GIVEN_UP, Candidacy
@@ -27,7 +27,8 @@ from thunderagent.scale.leader.kept import (
     encode,
     program_of,
 )
-from thunderagent.scale.leader.store import Seen, seen_of
+from thunderagent.scale.leader.store import Seen, believed, seen_of
+from thunderagent.scale.scheduler.gateways import EPOCH_JUMP
 
 PROGRAM = ProgramRecord("p", "t", standing="active", replica_id="r0", branches=(BranchRecord("", 70),), age_s=3.0)
 
@@ -311,10 +312,26 @@ def test_what_a_store_holds_is_read() -> None:
     assert seen_of(None, None, [], has_more=False) == Seen(None, 0, [], False)
 
 
-@pytest.mark.parametrize(
-    ("owner", "epoch"), [(b"\xff", b"1"), (None, b"rubbish"), (None, b"\xff"), (None, b"-1"), (None, b"2147483648")]
-)
-def test_rubbish_in_a_store_is_an_error_of_the_store(owner: bytes | None, epoch: bytes) -> None:
-    """It ends no scheduler: a standby logs it and asks again."""
-    with pytest.raises(StoreError, match="not written by a scheduler"):
-        seen_of(owner, epoch, [], has_more=False)
+@pytest.mark.parametrize("epoch", [b"rubbish", b"\xff", b"-1", b"2147483648", b"9" * 5000, b"1e18"])
+def test_an_epoch_that_no_scheduler_writes_is_none_and_is_said(epoch: bytes) -> None:
+    """It stops no scheduler: the next one writes its own."""
+    seen = seen_of(b"\xff", epoch, [], has_more=False)
+    assert (seen.owner, seen.epoch) == (r"\xff", 0)
+    assert "not counted" in seen.damage
+    assert len(seen.damage) < 100
+
+
+def test_an_epoch_is_believed_unless_it_jumps() -> None:
+    assert [believed(epoch, 7) for epoch in (0, 8, 7 + EPOCH_JUMP, 8 + EPOCH_JUMP)] == [0, 8, 7 + EPOCH_JUMP, 0]
+    assert believed(2**30, 0) == 2**30, "who knows of none believes any"
+
+
+def test_data_that_was_lost_makes_counts_doubtful_until_all_is_written_again() -> None:
+    kept = Kept()
+    kept.is_torn = True
+    kept.take(Entry(1, 0.0, (Whole(),)), 0.0)
+    assert kept.is_torn, "nothing was written again before"
+    kept.take(Entry(1, 0.0, (Begins(), Sums({"finished": 3}))), 0.0)
+    assert kept.is_torn
+    kept.take(Entry(1, 0.0, (Whole(),)), 0.0)
+    assert not kept.is_torn

@@ -104,8 +104,13 @@ class Core:
     def replica_up(self, replica_id: str) -> None:
         self.polls.replica_up(replica_id)
 
+    def may_be_silent(self, replica_id: str) -> bool:
+        return False
+
     def heard_ago_s(self, replica_id: str) -> float:
         return float("inf")
+
+    def replica_lost(self, replica_id: str, why: str) -> None: ...
 
     def replica_down(self, replica_id: str, why: str, *, is_silent: bool) -> None:
         self.polls.replica_down(replica_id, why)

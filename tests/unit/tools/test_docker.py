@@ -43,11 +43,12 @@ from thunderagent.tools.base import (
 from thunderagent.tools.docker import DockerDriver
 from thunderagent.tools.docker.answers import Listed
 from thunderagent.tools.docker.engine import mapped
-from thunderagent.tools.docker.images import LEAST_LIMIT_S, PullLimits, registry_of, stated_limit_s
+from thunderagent.tools.docker.images import LEAST_LIMIT_S, Marks, PullLimits, registry_of, stated_limit_s
 from thunderagent.tools.docker.networks import Networks
 from thunderagent.tools.docker.prepare import STOP_GRACE_LABEL
 from thunderagent.tools.docker.reap import reap
 from thunderagent.tools.docker.scripts import FIRST_PROCESS, UNTIL_COMMAND, UNTIL_PORT
+from thunderagent.tools.docker.setups import roots
 from thunderagent.tools.template import Template
 
 if TYPE_CHECKING:
@@ -582,3 +583,54 @@ def test_a_registry_says_when_to_come_again(said: str, limit_s: float) -> None:
 )
 def test_an_image_is_of_its_registry(name: str, registry: str) -> None:
     assert registry_of(name) == registry
+
+
+# --- kept setups, marked images ---------------------------------------------------------------------------------------
+
+
+def test_an_added_folder_stands_for_all_that_is_in_it() -> None:
+    """Parents come first; what was deleted is not copied, and a changed folder does not stand for its content."""
+    changed = {"/b": 1, "/b/c": 1, "/b/c/d": 1, "/bc": 1, "/etc": 0, "/etc/new": 1, "/etc/passwd": 0, "/bin/yes": 2}
+    assert roots(changed) == ["/b", "/bc", "/etc", "/etc/new", "/etc/passwd"]
+
+
+class ImageStore:
+    """The images of an engine: by name, size and when each was tagged last."""
+
+    def __init__(self, **sizes_bytes: int) -> None:
+        self.tags = {name: name for name in sizes_bytes}
+        self.sizes_bytes = sizes_bytes
+        self.tagged: dict[str, int] = {}
+
+    def tag(self, name: str, repository: str, tag: str, *, force: bool) -> None:
+        assert force
+        self.tags[f"{repository}:{tag}"] = name
+        self.tagged[name] = len(self.tagged) + sum(self.tagged.values())
+
+    def images(self, filters: dict[str, list[str]]) -> list[dict[str, Any]]:
+        (reference,) = filters["reference"]
+        marks = [tag for tag in self.tags if tag.startswith(reference.rstrip("*"))]
+        return [{"RepoTags": [tag], "Size": self.sizes_bytes[self.tags[tag]]} for tag in marks]
+
+    def inspect_image(self, tag: str) -> dict[str, Any]:
+        name = self.tags[tag]
+        return {"Id": name, "Metadata": {"LastTagTime": f"{self.tagged[name]:09}"}}
+
+    def remove_image(self, tag: str) -> None:
+        del self.tags[tag]
+
+
+def test_of_idle_images_those_used_least_recently_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a container uses, or a preparation needs, stays and does not count."""
+    monkeypatch.setattr("thunderagent.tools.docker.images.list_all", lambda _, by: by["ancestor"] == ["used"] and ["c"])
+    store = ImageStore(old=10, used=100, needed=100, young=10, own=10)
+    marks = Marks("owner")
+    for name in ("young", "old", "used", "needed", "young"):
+        marks.set(store, name)
+    assert set(marks.all(store)) == {"young", "old", "used", "needed"}
+    assert Marks("another").all(store) == []
+    assert marks.prune(store, 1000, lambda _: False) == []
+    assert marks.prune(store, 10, lambda name: name == "needed") == ["old"]
+    assert set(marks.all(store)) == {"young", "used", "needed"}
+    assert "old" not in store.tags
+    assert "own" in store.tags

@@ -424,3 +424,18 @@ async def test_a_batch_whose_first_session_has_ended_does_not_begin_it_anew(is_e
             assert await app.run_async(other, session="t") == "c"
         assert [*app.node.sessions] == ["t"]
         assert node("outliver/0").instances["outliver/0"].done_count == 0
+
+
+@pytest.mark.parametrize("write", [True, False])
+async def test_a_drivers_state_after_the_end_of_its_session_raises(write: bool) -> None:
+    """What it wrote would be lost, and what it read be of no session."""
+    own = managed_list("drivers")
+
+    async def main(app: Deployment) -> None:
+        own.append("before")
+        await app.end_session_async("s")
+        with pytest.raises(SessionEndedError, match="managed state 'drivers' comes after the end of session 's'"):
+            own.append("late") if write else len(own)
+
+    async with deploy(only("echo"), policies=(), period_s=0.01) as app:
+        await app.run_async(main, app, session="s")

@@ -7,9 +7,10 @@ which holds or does not. The verdict is the gravest cause that holds; without an
 and fails is `failing`, and `draining` again once it answers.
 
     State          Evidence that sets it                                    Evidence that ends it
-    down           a poll is refused, or `--down-after-failures` fail       a poll is good
-    silent         no poll and no turn had a byte for                       a poll is good
-                   `--poll-silence-limit-s`
+    down           a poll is refused, or `--down-after-failures` fail, or   a poll is good
+                   another process answers than before
+    silent         three polls in a row have no answer, and no turn has a   a poll is good
+                   byte meanwhile
     frozen         polls are answered, but counters and turns have stood    a check is answered, the counters move,
                    still for most of `--frozen-limit-s`, and a check        or it went down and came up again
                    turn, sent meanwhile, has no answer (`Stillness`)
@@ -29,7 +30,9 @@ What each does to turns:
     State          New programs   Turns at home                    Turns in flight
     down, silent,  elsewhere      their programs are paused, and   retried elsewhere before the first byte; after it the
     frozen                        go elsewhere                     stream ends with an error event (of a replica that is
-                                                                   only `down` as far as their connections break)
+                                                                   only `down` as far as their connections break; of one
+                                                                   that is `silent` once a stream stands still, too, or
+                                                                   after `--poll-silence-limit-s`)
     failing,       elsewhere      their programs leave             finish
     collapsed,
     draining

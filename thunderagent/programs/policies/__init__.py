@@ -31,6 +31,7 @@ from thunderagent.programs.policies.papers.mars_priority import MarsOrder, MarsP
 from thunderagent.programs.policies.papers.orbit import OrbitJudge, OrbitStep
 from thunderagent.programs.policies.papers.plas import Atlas, Plas
 from thunderagent.programs.policies.papers.thunderagent import ThunderAgent
+from thunderagent.programs.policies.papers.thunderagent_released import ThunderAgentReleased
 from thunderagent.programs.policies.parts.least_area import LeastArea
 from thunderagent.programs.policies.parts.orders import Fcfs, ShortestFirst
 from thunderagent.programs.policies.parts.program_age import ProgramAge
@@ -47,6 +48,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "passthrough": Passthrough,
     "sticky": Sticky,
     "thunderagent": ThunderAgent,
+    "thunderagent-released": ThunderAgentReleased,
     "ttl": Ttl,
 }
 

@@ -22,6 +22,10 @@ class CellReport(Report):
     has_store: bool
     store_answers: bool
     has_standby: bool = Field(description="another scheduler stands by; asked a few times in `lock_s`")
+    counts_may_miss: bool = Field(
+        False,
+        description="turns that ended shortly before a takeover may be missing in the counts: the store had lost data",
+    )
     log_lag_p50_s: float | None = None
     log_lag_p99_s: float | None = None
 
@@ -53,6 +57,11 @@ class CellCollector:
             f"{prefix}has_standby",
             "1 while another scheduler stands by, as the leader knows; alert at 0.",
             int(report.has_standby or not (leads and has_store)),
+        )
+        yield GaugeMetricFamily(
+            f"{prefix}counts_may_miss",
+            "1 if turns may be missing in the counts: the store had lost data when a scheduler took over.",
+            int(report.counts_may_miss),
         )
         lag = GaugeMetricFamily(f"{prefix}log_lag_seconds", "Time until a change was in the log.", labels=["quantile"])
         for quantile, value_s in (("0.5", report.log_lag_p50_s), ("0.99", report.log_lag_p99_s)):

@@ -14,10 +14,11 @@ from thunderagent.proxy.admin.cell import CellReport
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.bodies import Report, report_response
 from thunderagent.proxy.reading.header_words import check_program_id
-from thunderagent.proxy.watch.autoscaling import demand_ratio, oldest_hold_s
+from thunderagent.proxy.watch.autoscaling import demand_ratio
 from thunderagent.proxy.watch.event_feed import KINDS, SIGNAL_KINDS, EventFeed
 from thunderagent.proxy.watch.event_stream import stream_events
 from thunderagent.proxy.watch.history import INTERVAL_S, History, Rates, Sample
+from thunderagent.proxy.watch.last_errors import LastErrors, TurnErrorReport
 from thunderagent.runtime import Runtime
 
 SIGNALS = "signals"
@@ -42,6 +43,7 @@ class SummaryReport(Report):
     )
     now: Sample
     rates: Rates
+    last_errors: list[TurnErrorReport] = Field(description="the last turns whose clients got an error, newest first")
     cell: CellReport | None = Field(None, description="of a scheduler that has gateways, or may have")
 
 
@@ -73,6 +75,7 @@ class Live:
         self._runtime = runtime
         self._replicas = replicas
         self._history = history
+        self._last_errors = LastErrors(runtime)
         self.feed = EventFeed(runtime)
 
     def routes(self) -> list[web.RouteDef]:
@@ -92,7 +95,7 @@ class Live:
         scheduler = self._runtime.scheduler
         sample, rates = self._history.now()
         schedulers = self._runtime.pools.schedulers
-        held_s, ratio = oldest_hold_s(schedulers, self._runtime.now_s()), demand_ratio(schedulers)
+        ratio = demand_ratio(schedulers)
         return report_response(
             SummaryReport(
                 version=thunderagent.__version__,
@@ -104,10 +107,11 @@ class Live:
                 replicas_count=len(self._replicas.known),
                 replicas_up_count=sum(len(each.open_replicas) for each in schedulers),
                 programs_count=len(self._runtime.programs),
-                longest_held_s=None if held_s is None else round(held_s, 3),
+                longest_held_s=sample.longest_held_s,
                 demand_ratio=None if ratio is None else round(ratio, 4),
                 now=sample,
                 rates=rates,
+                last_errors=self._last_errors.reports(),
                 cell=self._cell() if self._cell is not None else None,
             )
         )

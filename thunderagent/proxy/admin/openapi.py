@@ -49,6 +49,7 @@ from thunderagent.proxy.admin.operations import (
 )
 from thunderagent.proxy.admin.replica_routes import AddRequest, ReplicaRemovedReport, ReplicasChangedReport
 from thunderagent.proxy.admin.reports import SORTS, ProgramPage, QueueReport, ToolsReport
+from thunderagent.proxy.admin.rollouts import MAX_ROLLOUTS_COUNT, VIEWS
 from thunderagent.proxy.admin.sandboxes import ProgramSandboxesReport, ReclaimedReport, SandboxBody, SandboxesReport
 from thunderagent.proxy.admin.story import ProgramStoryReport
 from thunderagent.proxy.control.concurrency import ConcurrencyReport
@@ -188,6 +189,27 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("DELETE", "/programs/{program_id}/sandboxes/{sandbox_id}", (ReclaimedReport,)),
     Operation("GET", "/sandboxes", (SandboxesReport,)),
     Operation("GET", "/sandboxes/events", query={"program_id": PROGRAM_ID}, answer_type=EVENTS_TYPE),
+    Operation(
+        "GET",
+        "/programs/{program_id}/trajectory",
+        query={
+            "view": {"enum": list(VIEWS), "default": "turns"},
+            "generation": {"type": "integer", "description": "that incarnation of the id; by default the last"},
+            "wait_s": {"type": "integer", "minimum": 0, "maximum": 60, "description": "wait for the program's end"},
+        },
+    ),
+    Operation("DELETE", "/programs/{program_id}/trajectory", query={"generation": {"type": "integer"}}),
+    Operation(
+        "GET",
+        "/rollouts",
+        query={
+            "group": {**TEXT, "description": "those of this group"},
+            "after": {"type": "integer", "minimum": 0, "description": "those that ended after that number"},
+            "limit": {**LIMIT, "maximum": MAX_ROLLOUTS_COUNT},
+            "view": {"enum": list(VIEWS), "default": "samples"},
+        },
+        answer_type="application/jsonl",
+    ),
     Operation("GET", "/replicas", (ReplicasReport,)),
     Operation("GET", "/operations", (OperationsReport,)),
     Operation("POST", "/operations/route", (RouteReport,), body=(RouteRequest,)),

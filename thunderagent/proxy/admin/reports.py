@@ -120,6 +120,7 @@ class ReplicaReport(Report):
     verdict: ReplicaState = Field(description="how its engine does; up: all is well")
     verdict_reason: str = Field(description="why; empty while it is up")
     verdict_for_s: float = Field(description="how long it has been so")
+    incarnation: int = Field(description="how often what ran there was lost: it restarted, froze or fell silent")
     breaker: BreakerState = Field(description="open: it fails turn after turn, and gets none for a while")
     breaker_retry_in_s: float | None = Field(description="when it is tried again; null if the breaker is not open")
     why_down: str
@@ -172,7 +173,10 @@ class QueueReport(Report):
     held_in_place_count: int = Field(
         description="turns that wait where their program is active: to leave, or until grants go on"
     )
-    first_needs: str = Field(description="what must happen for the first of these to go on; empty if nobody waits")
+    first_needs: str = Field(
+        description="what must happen for the first of these to go on, or else for the first that waits in its place; "
+        "empty if no program waits"
+    )
 
 
 def program_report(program: Program, now_s: float, pool: str) -> ProgramReport:
@@ -259,11 +263,16 @@ SORTS: dict[str, Callable[[Program, float], tuple[Any, ...]]] = {
     "id": lambda program, _: (program.program_id,),
     "claim": lambda program, _: (program.claim_tokens,),
     "turns": lambda program, _: (program.turn_count,),
+    "computed": lambda program, _: (
+        program.prompt_tokens_total - program.cached_tokens_total + program.output_tokens_total,
+    ),
     "held": lambda program, now_s: (program.held_s_total + (now_s - program.waiting_since_s if program.held else 0.0),),
     "replica": lambda program, _: (program.replica_id or "",),
     "state": lambda program, _: (program.status, program.phase),
 }
-"""Orders in which programs can be listed, as of a time."""
+"""Orders in which programs can be listed, as of a time.
+
+`computed` is by the tokens that engines computed: prompts without what was cached, and output."""
 
 
 def program_page(
@@ -315,6 +324,7 @@ def replica_reports(runtime: Runtime, replicas: Replicas) -> list[ReplicaReport]
                 leaving_for_s=_ago_s(known.leaving_since_s, now_s),
                 in_flight_count=replicas.in_flight_count(replica_id),
                 **_verdict(replica, known.why_down, now_s),
+                incarnation=known.incarnation,
                 breaker=replicas.breakers.state_of(replica_id),
                 breaker_retry_in_s=replicas.breakers.retry_in_s(replica_id),
                 why_down=known.why_down,
@@ -405,11 +415,12 @@ def queue_report(runtime: Runtime, limit: int, needs_of: Callable[[Program], str
     """Report on the paused queues of all pools, at most `limit` programs; `needs_of` says what one waits for."""
     now_s, schedulers = runtime.now_s(), runtime.pools.schedulers
     queues = [scheduler.queue for scheduler in schedulers]
-    in_place = (program.held for replica in runtime.pools.replicas.values() for program in replica.programs.values())
+    active = chain.from_iterable(replica.programs.values() for replica in runtime.pools.replicas.values())
+    in_place = [program for program in active if program.held]
     stopped = not any(scheduler.granting_replicas for scheduler in schedulers)
     open_replicas = [replica for scheduler in schedulers for replica in scheduler.open_replicas]
     causes = [replica.suspended_for for replica in open_replicas] if stopped else []
-    first = next(chain.from_iterable(queue.with_turns() for queue in queues), None)
+    first = next(chain(*(queue.with_turns() for queue in queues), in_place), None)
     waiting = islice(chain.from_iterable(queue.with_turns() for queue in queues), limit)
     return QueueReport(
         waiting=[program_report(program, now_s, runtime.served.name_of_pool(program)) for program in waiting],
@@ -419,6 +430,6 @@ def queue_report(runtime: Runtime, limit: int, needs_of: Callable[[Program], str
         anonymous_held_count=sum(len(scheduler.book.anonymous_held) for scheduler in schedulers),
         turns_held_count=runtime.held_count,
         suspended_for=list(dict.fromkeys(cause for suspended_for in causes for cause in suspended_for)),
-        held_in_place_count=sum(map(len, in_place)),
+        held_in_place_count=sum(len(program.held) for program in in_place),
         first_needs="" if first is None else needs_of(first),
     )

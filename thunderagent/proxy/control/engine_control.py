@@ -261,7 +261,7 @@ class EngineControl:
         with contextlib.ExitStack() as stack:
             for replica_id in suspended_ids if suspends else ():
                 stack.enter_context(self._suspended(replica_id))
-            for replica_id in chain(*engines) if aborts or command.is_abort else ():
+            for replica_id in chain(*engines) if aborts or command.cuts else ():
                 self._runtime.replica_aborted(replica_id)
             if aborts:
                 aborted_count = sum(map(self._runtime.abort_held, suspended_ids))
@@ -348,8 +348,8 @@ class EngineControl:
                 self._end(replica_id, cause)
         if command.suspends and not command.is_abort:
             runtime.continue_grants(UNANSWERED, replica_id)  # it answers again, and does one call after another
-        if not command.reads and asked.weight_version:
-            self._replicas.known[replica_id].weight_version = asked.weight_version
+        if command.renews or (not command.reads and asked.weight_version):
+            self._replicas.known[replica_id].weights_changed(asked.weight_version, renewed=command.renews)
 
     # --- an engine that was told, and did not answer
 

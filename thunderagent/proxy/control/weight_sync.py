@@ -80,7 +80,7 @@ class WeightSync:
                     self._runtime.replica_flushed(replica_id)
                 if wanted.weight_version is not None:
                     known.told_count += 1
-                    known.weight_version = wanted.weight_version
+                known.weights_changed(wanted.weight_version or "", renewed=True)
             self._end()
             log.info("weight_sync_ended", weight_version=wanted.weight_version)
         return report_response(WeightSyncEndedReport(suspended=False, ended=ended))

@@ -133,11 +133,11 @@ class ReplicaClient:
         if pool is not None:
             pool.pause.set(on=paused)
 
-    def lose(self, replica_id: str, why: str) -> None:
-        """Fail all requests in flight to a replica that was declared lost. An unknown id is ignored."""
+    def lose(self, replica_id: str, why: str, sent_ago_s: float = 0.0) -> None:
+        """Fail the requests sent so long ago to a replica that was declared lost. An unknown id is ignored."""
         pool = self._pools.get(replica_id)
         if pool is not None:
-            pool.lose(why)
+            pool.lose(why, sent_ago_s)
 
     def requests_count(self, replica_id: str) -> int:
         """Return how many requests to a replica have not ended; 0 for an unknown one."""

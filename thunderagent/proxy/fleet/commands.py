@@ -180,7 +180,7 @@ class Command:
     A call that `reads` changes nothing, so it waits for no other. A call that `suspends` stops grants while it is under
     way. `leaves` is the cause for which grants stay stopped on each replica that did it; `ends` are the causes that
     then end there, unless only a part of an engine was meant. `harms_turns` says that no turn may run into it: then
-    grants stay stopped on a replica that never answered.
+    grants stay stopped on a replica that never answered. One that `renews` has changed the weights once it is answered.
     """
 
     reads: bool = False
@@ -191,6 +191,12 @@ class Command:
     aborts: Callable[[Asked], bool] = _never
     is_abort: bool = False
     harms_turns: bool = False
+    renews: bool = False
+
+    @property
+    def cuts(self) -> bool:
+        """Return whether an engine may abort turns for it: vLLM does so for `/sleep`, whatever its mode."""
+        return self.is_abort or bool(self.leaves) or self.harms_turns
 
     @property
     def needs_answer(self) -> bool:
@@ -198,7 +204,7 @@ class Command:
         return bool(self.leaves or self.ends) or self.harms_turns
 
 
-_UPDATE = Command(clears=_update_clears, aborts=_aborts_all, harms_turns=True)
+_UPDATE = Command(clears=_update_clears, aborts=_aborts_all, harms_turns=True, renews=True)
 _BESIDE_TURNS = Command(suspends=False)
 """What every replica must know, and turns need not wait for: adapters, sessions, and the like."""
 _READ = Command(reads=True, suspends=False)
@@ -219,9 +225,10 @@ COMMANDS: Mapping[str, Command] = {
     "/resume_memory_occupation": Command(ends=(WITHOUT_MEMORY,)),
     "/start_weight_update": Command(leaves=NEW_WEIGHTS),
     "/start_draft_weight_update": Command(leaves=NEW_WEIGHTS),
-    "/finish_weight_update": Command(ends=(NEW_WEIGHTS,)),  # vLLM's: the cache keeps what the old weights computed
+    # vLLM's: the cache keeps what the old weights computed
+    "/finish_weight_update": Command(ends=(NEW_WEIGHTS,), renews=True),
     "/begin_weight_update": Command(leaves=NEW_WEIGHTS),
-    "/end_weight_update": Command(ends=(NEW_WEIGHTS,)),  # SGLang's: nothing is flushed, either
+    "/end_weight_update": Command(ends=(NEW_WEIGHTS,), renews=True),  # SGLang's: nothing is flushed, either
     "/finalize_weight_update": _UPDATE,
     "/update_weight_version": Command(aborts=_version_aborts),
     "/destroy_weights_update_group": Command(),

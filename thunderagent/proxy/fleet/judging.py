@@ -136,7 +136,7 @@ class Judging:
         watch.stillness.begin_anew()
         known = self._replicas.known[replica_id]
         known.is_up, known.why_down = False, reason
-        self._runtime.replica_down(replica_id, ReplicaState.FROZEN, reason)
+        self._runtime.replica_lost(replica_id, reason, ReplicaState.FROZEN)
         self._runtime.served.replica_heard(replica_id)
 
     def _may_come_back(self, replica_id: str, watch: _Watch, counters: Counters, now_s: float) -> None:

@@ -94,6 +94,8 @@ class Observer:
         known = self._replicas.known[replica_id]
         if known.weight_version not in ("", version):
             self._runtime.replica_flushed(replica_id)  # the cache of other weights is useless
+        if known.weight_version:
+            known.weights_changed(version, renewed=False)
         known.weight_version = version
 
 

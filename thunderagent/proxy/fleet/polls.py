@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import structlog
 
 from thunderagent.backends.base import ReplicaReading
-from thunderagent.programs.model.fleet_events import EncodesPolled, ReplicaPolled, TierPolled, WorkPolled
+from thunderagent.programs.model.fleet_events import BACKPRESSURE, EncodesPolled, ReplicaPolled, TierPolled, WorkPolled
 from thunderagent.programs.model.verdict import ReplicaState
 from thunderagent.proxy.fleet.judging import Judging
-from thunderagent.proxy.fleet.readings import NOTHING_SINCE, has_totals, since_of, tier_since_of, work_since_of
-from thunderagent.proxy.fleet.replicas import Replicas
+from thunderagent.proxy.fleet.readings import (
+    NOTHING_SINCE,
+    has_restarted,
+    has_totals,
+    since_of,
+    tier_since_of,
+    work_since_of,
+)
+from thunderagent.proxy.fleet.replicas import KnownReplica, Replicas
 from thunderagent.runtime import Runtime
+
+RESTARTED = "it restarted: another process answers"
 
 log = structlog.get_logger("thunderagent.replicas")
 
@@ -41,6 +52,7 @@ class Polls:
             refuses_others, asked_s = known.endpoint.backend.refuses_models, self._runtime.now_s() - reading.age_s
             self._runtime.served.listed(replica_id, reading.models, refuses_others=refuses_others, asked_s=asked_s)
         before, known.reading = known.reading, reading
+        self._may_have_restarted(replica_id, known, reading)
         if reading.uncached_ranks_count and not before.uncached_ranks_count:
             log.warning(
                 "prefix_caching_off",
@@ -77,6 +89,36 @@ class Polls:
         if self._judging is not None:
             self._judging.polled(replica_id, reading)
 
+    def _may_have_restarted(self, replica_id: str, known: KnownReplica, reading: ReplicaReading) -> None:
+        """Begin anew with a replica that died and came back between two polls.
+
+        What was sent to it before the last poll of the earlier process is lost; later turns may already run in the new
+        one.
+        """
+        before, before_s, now_s = known.process, known.asked_s, self._runtime.now_s()
+        if reading.started_s is not None or has_totals(reading):
+            is_older = (before.started_s or 0.0) > (reading.started_s or inf)
+            known.process = before if is_older else reading
+        known.asked_s = now_s - reading.age_s
+        if not has_restarted(before, reading):
+            return
+        log.warning("replica_restarted", replica_id=replica_id, was_up=known.is_up)
+        was_up = known.is_up
+        if was_up and self._judging is not None:  # one that is frozen comes back by its counters, or a check
+            self._judging.forget(replica_id)
+        self._runtime.replica_lost(replica_id, RESTARTED)
+        self._replicas.lose_earlier(replica_id, RESTARTED, now_s - before_s)
+        if was_up:
+            self.replica_up(replica_id)
+
+    def replica_lost(self, replica_id: str, why: str) -> None:
+        """Give up what is in flight on a replica that is silent."""
+        known = self._replicas.known[replica_id]
+        if not known.is_lost:
+            known.is_lost = True
+            log.warning("replica_given_up", replica_id=replica_id, why=why)
+            self._runtime.replica_lost(replica_id, why, ReplicaState.SILENT)
+
     def replica_up(self, replica_id: str) -> None:
         """Let the scheduler use a replica; log an error if its capacity is unknown."""
         known = self._replicas.known[replica_id]
@@ -91,7 +133,7 @@ class Polls:
                 effect="no turn is held for memory there; set --capacity-tokens if the engine does not report it",
             )
         known.why_down = ""
-        known.is_up = True
+        known.is_up, known.is_lost = True, False
         self._replicas.came_up(replica_id)
         if known.draining_since_s is None:
             self._runtime.replica_up(replica_id, capacity_tokens)
@@ -100,6 +142,11 @@ class Polls:
     def ranks_found(self, url: str, ranks_count: int) -> None:
         """Pass on how many ranks a URL has: it may add or remove replicas."""
         self._replicas.on_ranks_found(url, ranks_count)
+
+    def may_be_silent(self, replica_id: str) -> bool:
+        """Return whether a replica is suspended: it may answer nothing while it takes new weights."""
+        state = self._runtime.replicas.get(replica_id)
+        return state is not None and any(cause != BACKPRESSURE for cause in state.suspended_for)
 
     def heard_ago_s(self, replica_id: str) -> float:
         """Return how long ago a turn there last had a byte; infinite if none ever had."""
@@ -113,5 +160,8 @@ class Polls:
         known = self._replicas.known[replica_id]
         known.why_down = why
         known.is_up = False
-        self._runtime.replica_down(replica_id, ReplicaState.SILENT if is_silent else ReplicaState.DOWN, why)
+        if is_silent and self._runtime.has_begun(replica_id):  # its streams stand still, too
+            self.replica_lost(replica_id, why)
+        else:
+            self._runtime.replica_down(replica_id, ReplicaState.SILENT if is_silent else ReplicaState.DOWN, why)
         self._runtime.served.replica_heard(replica_id)

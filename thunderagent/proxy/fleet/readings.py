@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from thunderagent.backends.base import ReplicaReading
 
@@ -30,6 +30,9 @@ class WorkSince(NamedTuple):
     iteration_count: int
 
 
+RESTARTED_RATIO: Final = 0.1
+"""Counters that fell to a larger part may be those of another process behind the same URL."""
+
 NOTHING_SINCE = Since(None, None, None)
 
 
@@ -47,6 +50,27 @@ def since_of(before: ReplicaReading, now: ReplicaReading) -> Since:
         return NOTHING_SINCE
     hit_ratio = min(1.0, hits / queries) if queries and hits is not None else None
     return Since(hit_ratio, _rounded(queries), _rounded(preemptions))
+
+
+def has_restarted(before: ReplicaReading, now: ReplicaReading) -> bool:
+    """Return whether another process answers than before, which has none of its predecessor's memory.
+
+    It began later; or, where that is not said, each counter fell to a small part, or was zero and is. Both hold only
+    once if a URL has several processes, which answer by turns.
+    """
+    if before.started_s is not None and now.started_s is not None:
+        return now.started_s > before.started_s
+    pairs = [
+        (was, total)
+        for was, total in (
+            (before.progress_total, now.progress_total),
+            (before.generated_tokens_total, now.generated_tokens_total),
+            (before.cache_query_tokens_total, now.cache_query_tokens_total),
+            (before.preemptions_total, now.preemptions_total),
+        )
+        if was is not None and total is not None
+    ]
+    return any(was > 0 for was, _ in pairs) and all(total <= RESTARTED_RATIO * was for was, total in pairs)
 
 
 def tier_since_of(before: ReplicaReading, now: ReplicaReading) -> TierSince | None:

@@ -64,8 +64,8 @@ class Connections(Protocol):
     def requests_count(self, replica_id: str) -> int:
         """Return how many requests to a replica have not ended."""
 
-    def lose(self, replica_id: str, why: str) -> None:
-        """Fail all requests in flight to a replica. An unknown id is ignored."""
+    def lose(self, replica_id: str, why: str, sent_ago_s: float = 0.0) -> None:
+        """Fail the requests in flight to a replica that were sent so long ago. An unknown id is ignored."""
 
     def set_paused(self, replica_id: str, *, paused: bool) -> None:
         """Set whether a replica's silence is no failure. An unknown id is ignored."""
@@ -89,9 +89,19 @@ class KnownReplica:
     reading: ReplicaReading = NOTHING_READ
     counted: ReplicaReading = NOTHING_READ
     """The last reading with totals: later ones may have failed, and what happened meanwhile counts."""
+    process: ReplicaReading = NOTHING_READ
+    """The last reading that tells which process answered."""
+    asked_s: float = 0.0
+    """When it was asked for its last reading."""
+    incarnation: int = 0
+    """The last one that was heard of."""
+    is_lost: bool = False
+    """Whether what was in flight there when it fell silent was given up."""
     why_down: str = NOT_POLLED
     weight_version: str = ""
     """Version of the weights that it was last told to load, or reported; empty if unknown."""
+    weight_changes_count: int = 0
+    """How often its weights have changed, as far as the proxy was told, or saw."""
     told_count: int = 0
     """Number of calls to it that its own reports must not predate."""
     is_up: bool = False
@@ -102,6 +112,15 @@ class KnownReplica:
     """Since when no source has named it: it is removed when nothing is in flight there."""
     served_last: int = 0
     """The number of the latest request without a lease that went there."""
+    _is_unnamed: bool = False
+    """Whether its weights have changed since their version was last named."""
+
+    def weights_changed(self, version: str, *, renewed: bool) -> None:
+        """Note new weights, or a new name for them, or both; an empty version is none."""
+        if renewed or (version and version != self.weight_version and not self._is_unnamed):
+            self.weight_changes_count += 1
+        self._is_unnamed = (renewed or self._is_unnamed) and not version
+        self.weight_version = version or self.weight_version
 
 
 class Replicas:
@@ -155,17 +174,25 @@ class Replicas:
     def _note_pauses(self, event: Event, decisions: Sequence[Decision]) -> None:  # noqa: ARG002 - an observer's signature
         """Allow silence on replicas where nothing is granted: their engines are paused, sleep, or get new weights.
 
-        Of a replica that is declared silent or frozen nothing will come: what is in flight there ends.
+        Of a replica that is silent or frozen nothing will come once it is declared lost: what is in flight there ends.
         """
         if self._connections is None:
             return
         for replica_id, state in self._runtime.replicas.states.items():
             paused = any(cause != BACKPRESSURE for cause in state.suspended_for)
             self._connections.set_paused(replica_id, paused=paused)
-        if isinstance(event, ReplicaDown):
-            down = self._runtime.replicas.get(event.replica_id)
-            if down is not None and down.verdict in LOST:
-                self._connections.lose(event.replica_id, f"{down.verdict}: {down.why}")
+        if isinstance(event, ReplicaDown | ReplicaUp):
+            now, known = self._runtime.replicas.get(event.replica_id), self.known.get(event.replica_id)
+            if now is None or known is None or now.incarnation == known.incarnation:
+                return
+            known.incarnation = now.incarnation
+            if now.verdict in LOST:
+                self._connections.lose(event.replica_id, f"{now.verdict}: {now.why}")
+
+    def lose_earlier(self, replica_id: str, why: str, sent_ago_s: float) -> None:
+        """Fail the requests that were sent to a replica so long ago: the process that had them is gone."""
+        if self._connections is not None:
+            self._connections.lose(replica_id, why, sent_ago_s)
 
     def aborted_ago_s(self, replica_id: str) -> float:
         """Return how long ago a trainer aborted what runs on a replica; infinite if never, or that is unknown here."""

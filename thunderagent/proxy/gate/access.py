@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from thunderagent.proxy.reading.dialects import TURN_DIALECTS
@@ -110,6 +111,8 @@ _ROWS: tuple[tuple[Access, str, str] | tuple[Access, str, str, int], ...] = (
     (DATA, "POST", "/programs/{}/hints"),
     (DATA, "GET POST", "/programs/{}/sandboxes", IDS_BODY_BYTES),
     (DATA, "DELETE", "/programs/{}/sandboxes/{}"),
+    (DATA, "GET DELETE", "/programs/{}/trajectory"),  # of its tenant
+    (DATA, "GET", "/rollouts"),  # of its tenant
     (DATA, "GET", "/sandboxes/events"),  # for all programs, the handler asks for an admin key
     (DATA, "POST", "/finish_session"),
     (DATA, "POST", "/sessions/batch_delete", IDS_BODY_BYTES),
@@ -242,20 +245,31 @@ def _words(pattern: str) -> tuple[str, ...]:
     return tuple(word for word in pattern.removesuffix("**").split("/") if word)
 
 
-def _matches(words: tuple[str, ...], pattern: str) -> bool:
-    """Return whether words match a pattern, in which {} is any one and ** whatever follows."""
-    wanted = _words(pattern)
-    if len(words) < len(wanted) or (len(words) > len(wanted) and not pattern.endswith("**")):
-        return False
-    return all(want in ("{}", word) for want, word in zip(wanted, words, strict=False))
+class _Pattern(NamedTuple):
+    """A row's pattern, read once: {} is any word, and whatever follows matches if it `is_open`."""
+
+    words: tuple[str, ...]
+    is_open: bool
+
+    def matches(self, words: tuple[str, ...]) -> bool:
+        """Return whether words match."""
+        wanted = self.words
+        if len(words) < len(wanted) or (len(words) > len(wanted) and not self.is_open):
+            return False
+        return all(want in ("{}", word) for want, word in zip(wanted, words, strict=False))
+
+
+def _read_pattern(pattern: str) -> _Pattern:
+    return _Pattern(_words(pattern), pattern.endswith("**"))
 
 
 _TURN_WORDS = frozenset(_words(path) for path in TURN_DIALECTS)
 _WITHOUT_V1 = frozenset(words[1:] for words in _TURN_WORDS if words[0] == "v1") | {("models",), ("embeddings",)}
 """Paths of clients whose base URL lacks its /v1. No engine has them."""
 _ENGINE_ROWS = tuple(
-    (methods, pattern) for access, methods, pattern, _ in ROUTES if access is ENGINE and pattern != "/{}"
+    (methods, _read_pattern(pattern)) for access, methods, pattern, _ in ROUTES if access is ENGINE and pattern != "/{}"
 )
+_KEPT_NOWHERE = tuple(map(_read_pattern, _KEEP_NOTHING))
 _READING = frozenset({"HEAD", "OPTIONS"})
 """Methods that a path accepts wherever it accepts GET."""
 
@@ -290,11 +304,13 @@ def is_engines(method: str, route_path: str) -> bool:
     return row.access is ENGINE if row is not None else _is_controls(route_path)
 
 
+@lru_cache(maxsize=1024)
 def _is_controls(route_path: str) -> bool:
     """Return whether our route controls an engine."""
     return is_engine_control(Target.parse(_NAMED_PART.sub("{}", route_path)))
 
 
+@lru_cache(maxsize=1024)
 def _row_of(method: str, route_path: str) -> Row | None:
     path = _NAMED_PART.sub("{}", route_path)
     for row in ROUTES:
@@ -317,7 +333,7 @@ def is_engine_control(target: Target) -> bool:
 def is_known(target: Target, method: str) -> bool:
     """Return whether a request is one of what engines do for programs."""
     method = "GET" if method in _READING else method
-    return any(methods in ("*", method) and _matches(target.words, pattern) for methods, pattern in _ENGINE_ROWS)
+    return any(methods in ("*", method) and pattern.matches(target.words) for methods, pattern in _ENGINE_ROWS)
 
 
 def base_url_hint(target: Target) -> str | None:
@@ -334,7 +350,7 @@ def use_of(target: Target, method: str) -> Use:
         return Use.TURN
     if is_engine_control(target):
         return Use.ENGINE_CONTROL
-    if not may_generate or any(_matches(target.words, pattern) for pattern in _KEEP_NOTHING):
+    if not may_generate or any(pattern.matches(target.words) for pattern in _KEPT_NOWHERE):
         return Use.SIDE_CALL
     return Use.GENERATE
 

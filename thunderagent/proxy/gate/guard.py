@@ -159,13 +159,20 @@ class Guard:
                 )
             is_small = access is Access.OPEN or has_only_login
             max_bytes = min(MAX_OPEN_BODY_BYTES, route_max_bytes) if is_small else route_max_bytes
+            is_packed = hdrs.CONTENT_ENCODING in request.headers
             if request.content.is_eof():  # most bodies arrive with their head
                 if request.content.total_bytes > max_bytes:
                     raise BodyTooLargeError(too_large(request.content.total_bytes, max_bytes))
-                return await handler(request)
+                if not is_packed:
+                    return await handler(request)
             kept = request[KEPT_BODY] = KeptBody(self._held)
             try:
-                await self._read_body(request, kept, max_bytes)
+                if not request.content.is_eof():
+                    await self._read_body(request, kept, max_bytes)
+                if is_packed:
+                    body = await _unpacked(request.headers, await request.read(), kept, max_bytes)
+                    request._read_bytes, request._headers = body, _without_encoding(request.headers)  # noqa: SLF001
+                    request._cache.pop("headers")  # noqa: SLF001 - read again from `_headers`
                 return await handler(request)
             finally:
                 kept.release()
@@ -225,16 +232,9 @@ class Guard:
         return kept
 
     async def _unpack(self, asked: Asked, kept: KeptBody) -> None:
-        """Unpack a body in a thread, and count it so; its turn reads and forwards it as if it had come plain."""
-        ways = ways_of(",".join(asked.headers.getall(hdrs.CONTENT_ENCODING)))
-        if ways is None:
-            return
-        packed_bytes = len(asked.body)
-        asked.body = await asyncio.to_thread(unpacked, asked.body, ways, self._settings.max_body_bytes)
-        kept.grow(max(0, len(asked.body) - packed_bytes))
-        headers = CIMultiDict(asked.headers)
-        del headers[hdrs.CONTENT_ENCODING]
-        asked.headers, asked.notes = CIMultiDictProxy(headers), {}
+        """Unpack a body: its turn reads and forwards it as if it had come plain."""
+        asked.body = await _unpacked(asked.headers, asked.body, kept, self._settings.max_body_bytes)
+        asked.headers, asked.notes = _without_encoding(asked.headers), {}
 
     def _take_whole(self, asked: Asked) -> None:
         asked.body = body = asked.taken()
@@ -322,3 +322,17 @@ def _invite(request: web.Request) -> None:
 
 async def says_nothing_yet(request: web.Request) -> None:
     """Leave a client that expects an invitation waiting: the guard sends it, once it may."""
+
+
+async def _unpacked(headers: CIMultiDictProxy[str], body: bytes, kept: KeptBody, max_bytes: int) -> bytes:
+    """Unpack a body in a thread, and count it so. Raises `RequestError`."""
+    ways = ways_of(",".join(headers.getall(hdrs.CONTENT_ENCODING)))
+    plain = await asyncio.to_thread(unpacked, body, ways, max_bytes)
+    kept.grow(max(0, len(plain) - len(body)))
+    return plain
+
+
+def _without_encoding(headers: CIMultiDictProxy[str]) -> CIMultiDictProxy[str]:
+    rest = CIMultiDict(headers)
+    del rest[hdrs.CONTENT_ENCODING]
+    return CIMultiDictProxy(rest)

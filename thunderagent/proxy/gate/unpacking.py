@@ -1,4 +1,7 @@
-"""Bodies that come packed, as signed-in Codex sends them: unpacked up to the bound of their path."""
+"""Bodies that come packed, as signed-in Codex sends them: unpacked up to the bound of their path, or refused.
+
+No engine reads a packed body: what cannot be unpacked here would be an error there, whose words say nothing of it.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +32,8 @@ for _name in ("compression.zstd", "backports.zstd"):  # Python 3.14 has it; befo
     break
 
 
-def ways_of(encodings: str) -> list[str] | None:
-    """Return the encodings of a body, the last one first; None if one of them is unknown, so that engines judge it.
-
-    Raises `UnreadableEncodingError` for zstd without its library: no engine reads it either.
-    """
+def ways_of(encodings: str) -> list[str]:
+    """Return the encodings of a body, the last one first. Raises `UnreadableEncodingError` with the remedy."""
     names = [name.strip().lower() for name in encodings.split(",")]
     ways = [name for name in reversed(names) if name not in ("", "identity")]
     if "zstd" in ways and "zstd" not in _WAYS:
@@ -41,7 +41,15 @@ def ways_of(encodings: str) -> list[str] | None:
             "the body is packed by zstd, which this proxy cannot read: install thunderagent[zstd] where it runs, "
             "or send the body as gzip or plain"
         )
-    return ways if len(ways) <= MAX_LAYERS_COUNT and all(way in _WAYS for way in ways) else None
+    unknown = [way for way in ways if way not in _WAYS]
+    if unknown:
+        readable = ", ".join(sorted(_WAYS.keys() - {"x-gzip"}))
+        raise UnreadableEncodingError(
+            f"the body is packed by {unknown[0][:40]!r}, and this proxy reads {readable}: send one of these, or plain"
+        )
+    if len(ways) > MAX_LAYERS_COUNT:
+        raise UnreadableEncodingError(f"the body is packed {len(ways)} times: {MAX_LAYERS_COUNT} at most are unpacked")
+    return ways
 
 
 def unpacked(body: bytes, ways: list[str], max_bytes: int) -> bytes:

@@ -2,9 +2,10 @@
 
 Theory of operation
 ===================
-When a turn has ended, the hot path hands over a reference to its body (`turn_seen`): two lookups and an assignment.
-Every `every_turns_count` turns of a program, in all its pools together, that makes a *case*. Only the newest case of a
-program waits, and the cases of all programs have a limit of count and bytes: beyond it the oldest is dropped, and
+When a turn has ended, the hot path hands over a reference to its body (`turn_seen`): a few lookups and assignments. The
+newest body of each agent of a program is kept, so a sub-agent's turn hides neither the user's task nor what the others
+did. Every `every_turns_count` turns of a program, in all its pools together, that makes a *case*. Only the newest case
+of a program waits, and the cases of all programs have a limit of count and bytes: beyond it the oldest is dropped, and
 counted. Nothing ever waits for a case.
 
 `run` takes cases one after the other, at most `rate_per_s`, and asks a few at a time, each with a deadline. Body and
@@ -33,7 +34,7 @@ from thunderagent.programs.model.events import Event
 from thunderagent.proxy.judge.answer import Answered, Failure, Opinion, read_answer
 from thunderagent.proxy.judge.asking import Asker
 from thunderagent.proxy.judge.prompt import DEFAULT_PROMPT, filled
-from thunderagent.proxy.judge.transcript import transcript_of
+from thunderagent.proxy.judge.transcript import transcript_of_all
 from thunderagent.runtime import Runtime
 
 log = structlog.get_logger("thunderagent.judge")
@@ -41,6 +42,12 @@ log = structlog.get_logger("thunderagent.judge")
 MAX_WAITING_COUNT = 256
 MAX_WAITING_BYTES = 64 * 2**20
 """Limit of what waits for the judge; of one program only the newest waits."""
+
+MAX_KEPT_BYTES = 64 * 2**20
+"""Limit of the bodies that are kept of all programs; beyond it those of the program heard longest ago go."""
+
+MAX_AGENTS_COUNT = 8
+"""Of one program: its first agent, which has the user's task, and the last others."""
 
 MAX_BODY_BYTES = 2 * 2**20
 """A larger body is not read: scanning it would hold the interpreter for longer than turns should wait."""
@@ -57,6 +64,8 @@ class JudgeSettings:
     """Empty means the model of the program's own turns."""
     prompt: str = DEFAULT_PROMPT
     """With the placeholders of `prompt.py`."""
+    round_limit_count: int = 0
+    """Rounds that agents have at most, which the judge is told; 0 if that is not known."""
     every_turns_count: int = 5
     """Turns of a program between two questions."""
     rate_per_s: float = 1.0
@@ -75,7 +84,12 @@ class _Case(NamedTuple):
     program_id: str
     generation: int
     turn_count: int
-    body: bytes
+    bodies: tuple[tuple[str, bytes], ...]
+    """Each agent's branch and the body of its last turn, the program's first agent first."""
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(len(body) for _, body in self.bodies)
 
 
 class Judge:
@@ -93,6 +107,9 @@ class Judge:
         self._settings = settings or JudgeSettings()
         self._waiting: OrderedDict[str, _Case] = OrderedDict()
         self._waiting_bytes = 0
+        self._bodies: OrderedDict[str, dict[str, bytes]] = OrderedDict()
+        """Of each program by branch, the program heard longest ago first."""
+        self._bodies_bytes = 0
         self._seen_turn_counts: dict[str, int] = {}
         """Turn number of each program's last case."""
         self._news = asyncio.Event()
@@ -114,11 +131,12 @@ class Judge:
         """Number of waiting cases."""
         return len(self._waiting)
 
-    def turn_seen(self, program_id: str, body: bytes) -> None:
-        """Note that a turn with this body has ended. Never blocks, and reads nothing. Cost: O(1)."""
+    def turn_seen(self, program_id: str, body: bytes, branch_id: str = "") -> None:
+        """Note that a branch's turn with this body has ended. Never blocks, and reads nothing. Cost: O(1)."""
         programs = self._runtime.pools.incarnations(program_id)
         if not programs:
             return
+        bodies = self._keep(program_id, branch_id, body)
         turn_count = sum(program.turn_count for program in programs)
         seen = min(self._seen_turn_counts.get(program_id, 0), turn_count)  # less if an incarnation is gone
         self._seen_turn_counts[program_id] = seen
@@ -129,14 +147,33 @@ class Judge:
             self.failure_counts[Failure.TOO_LARGE] += 1
             return
         if (older := self._waiting.get(program_id)) is not None:
-            self._waiting_bytes -= len(older.body)
+            self._waiting_bytes -= older.size_bytes
             self.dropped_counts["newer"] += 1
-        self._waiting[program_id] = _Case(program_id, programs[0].generation, turn_count, body)
-        self._waiting_bytes += len(body)
+        case = self._waiting[program_id] = _Case(program_id, programs[0].generation, turn_count, tuple(bodies.items()))
+        self._waiting_bytes += case.size_bytes
         while len(self._waiting) > MAX_WAITING_COUNT or self._waiting_bytes > MAX_WAITING_BYTES:
             self._take()
             self.dropped_counts["full"] += 1
         self._news.set()
+
+    def _keep(self, program_id: str, branch_id: str, body: bytes) -> dict[str, bytes]:
+        """Keep a branch's last body, and return those of its program; one that is too large is not kept."""
+        bodies = self._bodies.setdefault(program_id, {})
+        self._bodies.move_to_end(program_id)
+        if len(body) > MAX_BODY_BYTES:
+            self._bodies_bytes -= len(bodies.pop(branch_id, b""))
+            return bodies
+        self._bodies_bytes += len(body) - len(bodies.get(branch_id, b""))
+        bodies[branch_id] = body
+        if len(bodies) > MAX_AGENTS_COUNT:
+            _, second, *_ = bodies
+            self._bodies_bytes -= len(bodies.pop(second))
+        while self._bodies_bytes > MAX_KEPT_BYTES:
+            self._forget(next(iter(self._bodies)))
+        return bodies
+
+    def _forget(self, program_id: str) -> None:
+        self._bodies_bytes -= sum(map(len, self._bodies.pop(program_id, {}).values()))
 
     async def run(self) -> None:
         """Ask about waiting cases until cancelled."""
@@ -158,7 +195,7 @@ class Judge:
 
     def _take(self) -> _Case:
         _, case = self._waiting.popitem(last=False)
-        self._waiting_bytes -= len(case.body)
+        self._waiting_bytes -= case.size_bytes
         return case
 
     def _heard(self, event: Event, decisions: Sequence[Decision]) -> None:  # noqa: ARG002 - an observer's signature
@@ -166,8 +203,9 @@ class Judge:
         for decision in decisions:
             if type(decision) is Release:
                 self._seen_turn_counts.pop(decision.program_id, None)
+                self._forget(decision.program_id)
                 if (case := self._waiting.pop(decision.program_id, None)) is not None:
-                    self._waiting_bytes -= len(case.body)
+                    self._waiting_bytes -= case.size_bytes
                     self.dropped_counts["ended"] += 1
 
     async def _judge(self, asker: Asker, case: _Case) -> None:
@@ -204,10 +242,17 @@ class Judge:
         """Return the body of a chat completion with the question about a program."""
         settings = self._settings
         room_chars = settings.max_prompt_tokens * CHARS_PER_TOKEN - len(settings.prompt)
-        transcript = transcript_of(case.body, max(CHARS_PER_TOKEN, room_chars))
+        transcript = transcript_of_all(case.bodies, max(CHARS_PER_TOKEN, room_chars))
         if transcript is None:
             return Failure.NO_TASK
-        question = filled(settings.prompt, transcript.task, transcript.steps, case.turn_count, transcript.round_count)
+        question = filled(
+            settings.prompt,
+            transcript.task,
+            transcript.steps,
+            case.turn_count,
+            transcript.round_count,
+            settings.round_limit_count,
+        )
         return msgspec.json.encode(
             {
                 "model": settings.model or transcript.model,

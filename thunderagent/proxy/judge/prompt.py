@@ -9,8 +9,8 @@ from pathlib import Path
 from thunderagent.errors import ConfigurationError
 
 NEEDED = ("{task}", "{transcript}")
-OPTIONAL = ("{step}", "{round}")
-"""Turns of the whole program, and answers of the agent whose messages the judge reads."""
+OPTIONAL = ("{step}", "{round}", "{budget}")
+"""Turns of the whole program, answers of its first agent, and how many of these it has at most, if that is known."""
 
 _PLACES = re.compile("|".join(map(re.escape, (*NEEDED, *OPTIONAL))))
 
@@ -31,7 +31,11 @@ def read_prompt(path: Path | None) -> str:
     return text
 
 
-def filled(prompt: str, task: str, transcript: str, step_count: int, round_count: int) -> str:
-    """Fill in a task, a transcript and the program's progress, all verbatim."""
-    values = dict(zip((*NEEDED, *OPTIONAL), (task, transcript, str(step_count), str(round_count)), strict=True))
+def filled(
+    prompt: str, task: str, transcript: str, step_count: int, round_count: int, round_limit_count: int = 0
+) -> str:
+    """Fill in a task, a transcript and the program's progress, all verbatim; a limit of 0 is not known."""
+    budget = f" of at most {round_limit_count}" if round_limit_count else ""
+    said = (task, transcript, str(step_count), str(round_count), budget)
+    values = dict(zip((*NEEDED, *OPTIONAL), said, strict=True))
     return _PLACES.sub(lambda place: values[place[0]], prompt)

@@ -1,4 +1,4 @@
-"""A program's task and its steps, read from the body of its last turn, for APIs with messages.
+"""A program's task and its steps, read from the bodies of its agents' last turns, for APIs with messages.
 
 A body is megabytes, a judge reads a few pages. The messages are located without being built, and only those at the
 beginning and at the end are read, until there is enough of each. Whatever lies between is left out, and marked.
@@ -6,6 +6,7 @@ beginning and at the end are read, until there is enough of each. Whatever lies 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -42,6 +43,36 @@ class Transcript(NamedTuple):
     model: str
     round_count: int
     """The agent's answers, including the one to this body."""
+
+
+MAIN_RATIO = 0.5
+"""Part of the room for steps that the first agent gets where there are others; these share the rest."""
+
+
+def transcript_of_all(bodies: Sequence[tuple[str, bytes]], limit_chars: int) -> Transcript | None:
+    """Return what a judge gets to read of all agents of a program, in at most `limit_chars`.
+
+    The task is the first one's that has any: that is what the user asked for. Each agent's steps follow under its
+    name, with its own task before them. None if no body has a task. Cost: that of `transcript_of` for each.
+    """
+    if len(bodies) == 1:
+        return transcript_of(bodies[0][1], limit_chars)
+    main: Transcript | None = None
+    parts: list[str] = []
+    for place, (branch_id, body) in enumerate(bodies):
+        if main is None:
+            main = transcript_of(body, int(MAIN_RATIO * limit_chars))
+            if main is not None:
+                parts.append(f"The first agent:\n{main.steps}")
+            continue
+        room_chars = limit_chars - len(main.task) - sum(len(part) + 1 for part in parts)
+        name = cut(branch_id, LEAST_CHARS)
+        head = f"Agent {name} was asked: "
+        own_chars = room_chars // (len(bodies) - place) - len(head) - 2
+        own = transcript_of(body, own_chars) if own_chars > LEAST_CHARS else None
+        if own is not None:
+            parts.append(f"{head}{own.task}\n{own.steps}")
+    return None if main is None else main._replace(steps="\n".join(parts))
 
 
 class _Body(msgspec.Struct):

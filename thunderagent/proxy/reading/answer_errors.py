@@ -17,8 +17,6 @@ import msgspec
 from thunderagent.proxy.reading.json_cost import is_cheap
 from thunderagent.proxy.reading.sse import UNREADABLE, data_of, events_in
 
-_MARKS: Final = (b'"error"', b'"abort"', b'"failed"', b'"response.failed"', b"event: error", b"event:error")
-
 _END: Final = re.compile(rb"[ \t\v\f]*(?:[\r\n]|\Z)")
 
 _MAX_CODE_CHARS: Final = 100
@@ -51,7 +49,7 @@ _decode_list: Any = msgspec.json.Decoder(list[_Said]).decode
 
 def error_of_body(body: bytes) -> AnswerError | None:
     """Return the error of a whole answer; None if it has none, or cannot be read at a cost like its size."""
-    if not any(mark in body for mark in _MARKS) or not is_cheap(body):
+    if not _may_hold_error(body) or not is_cheap(body):
         return None
     try:
         said = _decode_list(body) if body.lstrip()[:1] == b"[" else [_decode(body)]
@@ -62,7 +60,7 @@ def error_of_body(body: bytes) -> AnswerError | None:
 
 def error_of_events(events: bytes) -> AnswerError | None:
     """Return the first error of whole events of a stream; None if they have none."""
-    if not any(mark in events for mark in _MARKS):
+    if not _may_hold_error(events):
         return None
     for event in events_in(events):
         found = error_of_body(data_of(event))
@@ -71,6 +69,15 @@ def error_of_events(events: bytes) -> AnswerError | None:
         if any(_is_line(event, name) for name in (b"event: error", b"event:error")):
             return AnswerError("error")
     return None
+
+
+def _may_hold_error(body: bytes) -> bool:
+    """Return whether a body holds a mark of an error. Every answer is searched: three times, if it holds none."""
+    return (
+        (b"error" in body and (b'"error"' in body or b"event: error" in body or b"event:error" in body))
+        or b'"abort"' in body
+        or (b'failed"' in body and (b'"failed"' in body or b'"response.failed"' in body))
+    )
 
 
 def _is_line(event: bytes, wanted: bytes) -> bool:

@@ -17,7 +17,7 @@ from thunderagent.leases import TurnHint
 from thunderagent.programs.model.advice.hints import MAX_NEXT_TURN_S, OFFLOAD, RETAIN
 from thunderagent.proxy.reading.dialects.structs import BodyFields, PromptFields
 from thunderagent.proxy.reading.header_words import check_model
-from thunderagent.proxy.reading.json_cost import COUNTED_BYTES, list_of, others_run
+from thunderagent.proxy.reading.json_cost import COUNTED_BYTES, has_few_parts, list_of, others_run
 from thunderagent.proxy.reading.media import NO_MEDIA, MediaFound, may_hold_media, media_of
 from thunderagent.proxy.reading.sse import UNREADABLE
 
@@ -55,9 +55,11 @@ UNREAD: Final = BodyFields()
 """For an object that is too large for the slow parser."""
 _decode_fields: Final = msgspec.json.Decoder(BodyFields).decode
 _check_json: Final = msgspec.json.Decoder(msgspec.Raw).decode
-_RawFields: Final = msgspec.defstruct(
-    "_RawFields", [(name, msgspec.Raw, msgspec.Raw()) for name in ("messages", *_BUILT_FIELDS)], bases=(PromptFields,)
+_ListedFields: Final = msgspec.defstruct(
+    "_ListedFields", [(name, msgspec.Raw, msgspec.Raw()) for name in _BUILT_FIELDS], bases=(PromptFields,)
 )
+_RawFields: Final = msgspec.defstruct("_RawFields", [("messages", msgspec.Raw, msgspec.Raw())], bases=(_ListedFields,))
+_decode_listed_fields: Final = msgspec.json.Decoder(_ListedFields).decode
 _decode_raw_fields: Final = msgspec.json.Decoder(_RawFields).decode
 LARGE_FIELD_BYTES: Final = 64 * 1024
 """A larger value that is not a text is not built."""
@@ -203,12 +205,14 @@ def _read_large(body: bytes) -> BodyFields:
     Such a value names no program. A text is built whatever its size.
     """
     others_run()
-    raw = _decode_raw_fields(body)
+    has_few = has_few_parts(body)
     others_run()
-    fields = BodyFields(**{name: getattr(raw, name) for name in PromptFields.__struct_fields__ if name != "messages"})
-    messages: Raw = getattr(raw, "messages")  # noqa: B009 - as below
-    if messages and not begins_with(messages, b"n"):
-        fields.messages = list_of(messages)
+    raw = _decode_listed_fields(body) if has_few else _decode_raw_fields(body)
+    others_run()
+    fields = BodyFields(**{name: getattr(raw, name) for name in PromptFields.__struct_fields__})
+    if not has_few:  # each message may become an object of many times its bytes
+        messages: Raw = getattr(raw, "messages")  # noqa: B009 - as below
+        fields.messages = list_of(messages) if messages and not begins_with(messages, b"n") else None
     if priority := getattr(raw, "priority"):  # noqa: B009 - a struct that was made above
         fields.priority = priority  # only its presence matters
     for name in _BUILT_FIELDS:
@@ -216,19 +220,6 @@ def _read_large(body: bytes) -> BodyFields:
         if value and (len(value) <= LARGE_FIELD_BYTES or bytes(memoryview(value)[:1]) == b'"'):
             setattr(fields, name, msgspec.json.decode(value))
     return fields
-
-
-_FLAGS: Final[dict[object, bool]] = {
-    **dict.fromkeys((1, "1", "true", "t", "yes", "y", "on"), True),
-    **dict.fromkeys((0, "0", "false", "f", "no", "n", "off"), False),
-}
-
-
-def flag_of(value: object) -> bool | None:
-    """Return a field as engines read it: pydantic takes numbers and words for booleans; None for anything else."""
-    if isinstance(value, str):
-        return _FLAGS.get(value.lower())
-    return _FLAGS.get(value) if isinstance(value, bool | int | float) else None
 
 
 def begins_with(value: bytes | memoryview, first: bytes) -> bool:

@@ -20,6 +20,7 @@ import msgspec
 from msgspec import UNSET, Raw
 from multidict import CIMultiDictProxy
 
+from thunderagent.bodies import flag_of
 from thunderagent.errors import InvalidProgramIdError, RequestError
 from thunderagent.leases import TurnHint
 from thunderagent.programs.model.events import PrefixCut
@@ -28,7 +29,6 @@ from thunderagent.proxy.reading.body_fields import (
     OTHERS_FIELDS,
     SIDE_CALL_TOKEN_FIELDS,
     UNREAD,
-    flag_of,
     hint_in,
     media_in,
     model_named,
@@ -180,7 +180,7 @@ def identify(
     if program_id is None and rules.infers_buckets and (fields.prompt_cache_key is not None or fields.metadata):
         bucket, source = _bucket_of(fields) or ("", source)
     words = words_in(said, header, program_id)
-    streams = fields.stream is True or flag_of(fields.stream) is True
+    streams = fields.stream is True or (bool(fields.stream) and flag_of(fields.stream) is True)
     told = _without_ours(text, fields, rules)
     usage_added = streams and dialect.asks_for_usage and _leaves_usage_out(fields.stream_options)
     if usage_added:

@@ -88,6 +88,13 @@ def list_of(raw: Raw) -> list[Raw] | None:
     return _decode_list(raw)
 
 
+def has_few_parts(body: bytes) -> bool:
+    """Return whether each list in a body may be built as one of raw parts, whatever its texts hold."""
+    if len(body) <= 2 * MIN_LISTED_COUNT:  # a part and its comma take two
+        return True
+    return _commas_in(body) <= listed_limit_count(len(body), BYTES_PER_LISTED)
+
+
 def listed_limit_count(size_bytes: int, bytes_per_part: int) -> int:
     """Return how many parts something of that size may have to be built as objects."""
     return max(MIN_LISTED_COUNT, size_bytes // bytes_per_part)

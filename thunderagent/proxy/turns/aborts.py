@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import Raw
 
-from thunderagent.proxy.reading.body_fields import flag_of, mended
+from thunderagent.bodies import flag_of
+from thunderagent.proxy.reading.body_fields import mended
 from thunderagent.proxy.reading.outline import Outline
 from thunderagent.proxy.reading.prefix import holds_token_ids
 from thunderagent.proxy.reading.sse import UNREADABLE

@@ -19,7 +19,7 @@ that.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -59,7 +59,7 @@ from thunderagent.proxy.turns.attempts import Attempt, Attempts, told_key
 from thunderagent.proxy.turns.forward import Forwarding
 from thunderagent.proxy.turns.heartbeat import HeldStream
 from thunderagent.proxy.turns.patience import RETRY_HEADER, patience_of
-from thunderagent.proxy.turns.record import Record, ask_for
+from thunderagent.proxy.turns.record import Record, Recording, ask_for
 from thunderagent.proxy.turns.relay import Relay
 from thunderagent.proxy.turns.retry_budget import DEFAULT_RETRIES, RetryBudget, RetrySettings
 from thunderagent.proxy.watch.turn_metrics import TurnMetrics
@@ -126,6 +126,7 @@ class Turns:
         websockets: Websockets,
         sandboxes: Preparer | None = None,
         judge: Judge | None = None,
+        record_turn: Callable[[Record], Recording] | None = None,
     ) -> None:
         """Forward with `client` to `replicas`, under `leases`; record in `made` which replica made which answer."""
         self._leases = leases
@@ -136,6 +137,7 @@ class Turns:
         self._made = made
         self._sandboxes = sandboxes
         self._judge = judge
+        self._record_turn = record_turn
         self._budget = RetryBudget(settings.retries)
         self._attempts = Attempts()
         infers = settings.identity.infers_programs or settings.identity.infers_buckets
@@ -179,6 +181,8 @@ class Turns:
         if turn.previous_response_id:
             record.maker_id = self._made.maker(turn.previous_response_id, None if tenancy is None else tenancy.own)
         attempt = self._attempt(exchange, record)
+        if self._record_turn is not None and turn.program_id is not None:
+            record.recording = self._record_turn(record)
         self._begin(record, attempt)
         running, run = None, self._run if tenancy is None else self._run_named
         try:
@@ -300,6 +304,8 @@ class Turns:
             authorization = headers.get("Authorization")
             named = await forwarding.named(record, granted.replica_id, authorization)
             body = named.body
+        if record.recording is not None:
+            body, headers = record.recording.ask(record, granted, body, headers)
         try:
             try:
                 upstream = await forwarding.send(exchange, record, granted, headers, body)
@@ -408,6 +414,8 @@ class Turns:
         self._attempts.end(attempt, self._leases.now_s(), answered=answered)
         if record.prompt_key is not None and self._inference is not None:
             self._inference.ended(record.prompt_key, record.turn.program_id or "", answered=answered)
+        if record.recording is not None:
+            record.recording.ended(record, attempt.turn_id)
         self._write_line(record)
         if answered:
             self._is_through(record)
@@ -454,7 +462,7 @@ class Turns:
         if turn.is_final:
             self._leases.release(turn.program_id, record.generation, turn.outcome)
         elif self._judge is not None and turn.has_whole_prompt and self._lives(record):
-            self._judge.turn_seen(turn.program_id, turn.body)
+            self._judge.turn_seen(turn.program_id, turn.body, turn.branch_id)
 
     def _write_line(self, record: Record) -> None:
         """Write the turn's canonical line, and count its total time."""

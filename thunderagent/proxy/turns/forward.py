@@ -61,11 +61,11 @@ _FULL_CODES: Final = frozenset(map(str, FULL))
 """The same, of an error inside an answer."""
 
 MOST_LOST_COUNT: Final = 2
-"""A turn whose replica goes down may go elsewhere this often beyond its tries: engines that fail together fail one
-after the other, but a turn that ends its engine must not end all."""
+"""A turn whose replica went down, or came back as another process, may go elsewhere this often beyond its tries:
+engines that fail together fail one after the other, but a turn that ends its engine must not end all."""
 
 LOST_WITHIN_S: Final = 0.5
-"""How long a turn over the budget waits for the word that its replica is down: it is polled at once."""
+"""How long a turn over the budget waits for the word that its replica is down, or another: it is polled at once."""
 
 LOOK_PERIOD_S: Final = 0.05
 
@@ -172,6 +172,8 @@ class Forwarding:
         if breakers.knows(replica_id):
             is_bound = replica_id in (record.chosen_id, record.maker_id)
             record.probe = probe = await breakers.admit(replica_id, is_bound=is_bound)
+        state = self._replicas.map.get(replica_id)
+        record.incarnation = 0 if state is None else state.incarnation
         upstream, record.first_error, record.had_head = None, None, False
         try:
             upstream = await self._client.send(
@@ -343,7 +345,7 @@ class Forwarding:
             return True
         if not record.had_head and self._has_tries(record, attempt, error.replica_id, now_s):
             return True
-        if record.lost_count >= MOST_LOST_COUNT or not await self._is_lost(error.replica_id):
+        if record.lost_count >= MOST_LOST_COUNT or not await self._is_lost(error.replica_id, record.incarnation):
             return False
         record.lost_count += 1
         return True
@@ -360,10 +362,14 @@ class Forwarding:
             log.warning("retry_over_budget", program_id=record.turn.program_id, replica_id=replica_id)
         return may_retry
 
-    async def _is_lost(self, replica_id: str) -> bool:
-        """Return whether a replica turns out to be down: then what it had goes elsewhere, however much it is."""
+    async def _is_lost(self, replica_id: str, incarnation: int) -> bool:
+        """Return whether a replica turns out to be down, or another incarnation than the one that a turn was sent to.
+
+        Then what it had goes elsewhere, however much it is.
+        """
         for _ in range(round(LOST_WITHIN_S / LOOK_PERIOD_S)):
-            if not self._replicas.map.is_up(replica_id):
+            state = self._replicas.map.get(replica_id)
+            if state is None or not state.is_up or state.incarnation != incarnation:
                 return True
             await asyncio.sleep(LOOK_PERIOD_S)
         return False

@@ -91,6 +91,10 @@ class Relay:
             await self._pass_on(exchange, record, lease, upstream, headers)
             return
         body = upstream.whole()
+        recording = record.recording
+        if recording is not None and recording.reads(upstream.status, upstream.headers.get(CONTENT_ENCODING)):
+            take, is_large = recording.take_whole, len(body) > LARGE_BODY_BYTES
+            body = await asyncio.to_thread(take, body) if is_large else take(body)
         if len(body) > LARGE_BODY_BYTES:
             await asyncio.to_thread(self._look_into, record, lease, upstream, body)
         if record.held_stream is not None and exchange.begun:
@@ -172,7 +176,7 @@ class Relay:
             if streamed.has_ended():
                 self._end_stream(record, lease, streamed)
             raise
-        if rest := streamed.events.rest():
+        if rest := streamed.rest():
             await done(exchange.write(rest))
         self._end_stream(record, lease, streamed)
         await done(exchange.end())
@@ -251,6 +255,7 @@ class _Streamed:
         "_progress_at_s",
         "_promised",
         "_record",
+        "_recording",
         "_relay",
         "events",
         "tool_calls",
@@ -266,6 +271,8 @@ class _Streamed:
         self._expands = encoding not in (None, "identity")
         self._progress_at_s = self._first_s = self._last_s = 0.0
         self._last_events = b""
+        recording = record.recording
+        self._recording = recording if recording is not None and recording.reads(upstream.status, encoding) else None
         self.tool_calls = StreamToolCalls()
         self.events = StreamUsage(
             take_out=record.turn.usage_added,
@@ -285,11 +292,25 @@ class _Streamed:
             self._lease.progressed(self.events.events_count)
             self._progress_at_s = now_s + PROGRESS_PERIOD_S
         size_bytes = len(piece) * MOST_EXPANSION if self._expands else len(piece)
-        if self.events.pending_bytes + size_bytes > LARGE_BODY_BYTES or (
+        pending_bytes = self.events.pending_bytes
+        if self._recording is not None:
+            pending_bytes += self._recording.pending_bytes
+        if pending_bytes + size_bytes > LARGE_BODY_BYTES or (
             size_bytes > MANY_EVENTS_BYTES and piece.count(b"\n") > MANY_LINES_COUNT
         ):
             return self._take_aside(piece)
-        return self._hand_on(self.events.feed(piece))
+        return self._hand_on(self.events.feed(piece) if self._recording is None else self._recorded(piece))
+
+    def _recorded(self, piece: bytes) -> bytes:
+        """Return what the client gets of a piece, after what only we asked for was taken out."""
+        assert self._recording is not None
+        whole = self._recording.feed(piece)
+        return self.events.feed(whole) if whole else b""
+
+    def rest(self) -> bytes:
+        """Return what is left to relay when the stream has ended."""
+        rest = self._recording.rest() if self._recording is not None else b""
+        return (self.events.feed(rest) if rest else b"") + self.events.rest()
 
     def has_ended(self) -> bool:
         """Return whether the last event was handed on; engine and client may leave then, before the answer ends."""
@@ -311,9 +332,10 @@ class _Streamed:
         self._exchange.cut()
 
     async def _take_aside(self, piece: bytes) -> None:
+        feed = self.events.feed if self._recording is None else self._recorded
         for start in range(0, len(piece), MANY_EVENTS_BYTES):
             part = piece[start : start + MANY_EVENTS_BYTES] if len(piece) > MANY_EVENTS_BYTES else piece
-            await done(self._hand_on(await asyncio.to_thread(self.events.feed, part)))
+            await done(self._hand_on(await asyncio.to_thread(feed, part)))
 
     def _hand_on(self, relayed: bytes) -> Wait:
         completions = self._record.completions

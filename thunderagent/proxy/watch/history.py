@@ -1,18 +1,19 @@
 """The last quarter of an hour, one sample per second: for a dashboard that was just opened.
 
-A sample is read from sums that the scheduler keeps anyway; no event and no turn costs more for it. Totals only grow, so
-the difference of two samples is what happened between them.
+A sample is read from sums that are kept anyway: by the scheduler, and by the metrics, which count each turn's times in
+fine buckets for it. Totals only grow, so the difference of two samples is what happened between them. Of the buckets
+the last minute is kept: what a sample says of the latency is the percentiles of the minute before it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from itertools import chain, islice, pairwise
+from itertools import accumulate, chain, islice
 from math import isfinite
 
 from pydantic import Field
@@ -20,7 +21,8 @@ from pydantic import Field
 from thunderagent.programs.model.decisions import Grant, Reason
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.bodies import Report
-from thunderagent.proxy.watch.turn_metrics import HOLD_BUCKETS_S
+from thunderagent.proxy.watch.autoscaling import oldest_hold_s
+from thunderagent.proxy.watch.turn_metrics import PERCENTILE_BUCKETS_S
 from thunderagent.runtime import Runtime
 
 INTERVAL_S = 1.0
@@ -29,6 +31,20 @@ WINDOW_S = 60.0
 """Window of rates and percentiles."""
 FEW_TURNS_COUNT = 10
 """With fewer turns, a high ratio of turns without a program is not reported."""
+ERRORS = ("refused", "failed", "errored", "rejected")
+"""Ends of turns that are errors; outcomes as in the metric `thunderagent_turns`."""
+ABANDONED = "abandoned"
+
+Counts = tuple[int, ...]
+"""How many turns were in each of `PERCENTILE_BUCKETS_S`, and above."""
+
+
+class Percentiles(Report):
+    """Of a time, over the turns of the minute before; null without turns."""
+
+    p50_s: float | None
+    p90_s: float | None
+    p99_s: float | None
 
 
 class Sample(Report):
@@ -54,9 +70,17 @@ class Sample(Report):
     idle_held_s: float = Field(
         description="how long replicas had no turn in flight while programs were held for memory"
     )
+    ended_badly_total: dict[str, int] = Field(
+        description="turns by outcome, without the finished: refused, failed, errored, rejected, abandoned"
+    )
+    longest_held_s: float | None = Field(
+        description="of the turns that wait, how long the oldest has; null: none waits"
+    )
     held_p50_s: float | None
     held_p90_s: float | None
     held_p99_s: float | None
+    first_token: Percentiles = Field(description="time from a turn's arrival to the first token, of streams")
+    turn: Percentiles = Field(description="time from a turn's arrival to the end of its answer, without errors")
 
 
 class Rates(Report):
@@ -72,32 +96,36 @@ class Rates(Report):
         description="part of the time in which replicas had no turn in flight while programs were held for memory"
     )
     mostly_anonymous: bool = Field(description="most turns named no program, and there were more than a few")
+    errors_per_min: float = Field(description="turns that were refused, failed, errored or rejected; each try counts")
+    abandoned_per_min: float = Field(description="turns whose client left")
     held_p50_s: float | None
     held_p90_s: float | None
     held_p99_s: float | None
 
 
 class History:
-    """The ring of samples. `hold_counts` returns how many turns were held up to each of `HOLD_BUCKETS_S`, and all."""
+    """The ring of samples. `latency_counts` returns what `TurnMetrics.latency_counts` does."""
 
     def __init__(
         self,
         runtime: Runtime,
         replicas: Replicas,
-        hold_counts: Callable[[], tuple[int, ...]],
+        latency_counts: Callable[[], tuple[Counts, ...]],
         *,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """Start with one sample of a proxy that has done nothing yet."""
         self._runtime = runtime
         self._replicas = replicas
-        self._hold_counts = hold_counts
+        self._latency_counts = latency_counts
         self._epoch_s = wall_clock() - runtime.now_s()
         """Unix time of the runtime's second 0: samples follow its clock, which is never set back."""
         self._cache_totals = _CacheTotals()
-        self._samples: deque[tuple[Sample, tuple[int, ...]]] = deque(maxlen=KEPT_COUNT)
+        self._samples: deque[Sample] = deque(maxlen=KEPT_COUNT)
+        self._window: deque[tuple[Sample, tuple[Counts, ...]]] = deque()
+        """The samples of the last minute, at least the last one, with the counts of their time."""
         self.started_s = round(self._epoch_s + runtime.now_s(), 3)
-        self._samples.append(self._take())
+        self.sample()
 
     def __repr__(self) -> str:
         return f"<History of {len(self._samples)} samples>"
@@ -106,22 +134,31 @@ class History:
         """Take samples until cancelled."""
         while True:
             await asyncio.sleep(INTERVAL_S)
-            self._samples.append(self._take())
+            self.sample()
+
+    def sample(self) -> None:
+        """Take a sample and keep it."""
+        taken = self._take()
+        self._samples.append(taken[0])
+        self._window.append(taken)
 
     def since(self, at_s: float) -> list[Sample]:
         """Return the samples after a Unix time, the oldest first."""
-        times_s = [sample.at_s for sample, _ in self._samples]
-        return [sample for sample, _ in islice(self._samples, bisect_right(times_s, at_s), None)]
+        times_s = [sample.at_s for sample in self._samples]
+        return list(islice(self._samples, bisect_right(times_s, at_s), None))
 
     def now(self) -> tuple[Sample, Rates]:
-        """Return a current sample, and what happened in the last `WINDOW_S`. Costs O(replicas)."""
+        """Return a current sample, and what happened in the last `WINDOW_S`. Cost: as a sample."""
         sample, _ = self._take()
-        before, _ = self._before(sample.at_s)
+        before, _ = self._window[0]
         elapsed_s = max(1e-3, sample.at_s - before.at_s)
         queries = sample.cache_query_tokens_total - before.cache_query_tokens_total
         hits = sample.cache_hit_tokens_total - before.cache_hit_tokens_total
         granted_count = sample.turns_granted_total - before.turns_granted_total
         anonymous_count = sample.anonymous_turns_total - before.anonymous_turns_total
+        ended_badly = {
+            outcome: count - before.ended_badly_total[outcome] for outcome, count in sample.ended_badly_total.items()
+        }
         rates = Rates(
             window_s=round(elapsed_s, 1),
             turns_per_min=_per(sample.turns_finished_total - before.turns_finished_total, elapsed_s / 60),
@@ -131,6 +168,8 @@ class History:
             anonymous_ratio=round(anonymous_count / granted_count, 4) if granted_count else None,
             mostly_anonymous=granted_count > FEW_TURNS_COUNT and 2 * anonymous_count > granted_count,
             idle_held_ratio=self._idle_held_ratio(sample.idle_held_s - before.idle_held_s, elapsed_s),
+            errors_per_min=_per(sum(ended_badly[outcome] for outcome in ERRORS), elapsed_s / 60),
+            abandoned_per_min=_per(ended_badly[ABANDONED], elapsed_s / 60),
             held_p50_s=sample.held_p50_s,
             held_p90_s=sample.held_p90_s,
             held_p99_s=sample.held_p99_s,
@@ -142,18 +181,18 @@ class History:
         count = sum(len(scheduler.open_replicas) for scheduler in self._runtime.pools.schedulers)
         return round(min(1.0, idle_s / (elapsed_s * count)), 4) if count else None
 
-    def _before(self, at_s: float) -> tuple[Sample, tuple[int, ...]]:
-        """Return the oldest sample within the window that ends at `at_s`."""
-        return next(each for each in self._samples if each[0].at_s >= at_s - WINDOW_S or each is self._samples[-1])
-
-    def _take(self) -> tuple[Sample, tuple[int, ...]]:
+    def _take(self) -> tuple[Sample, tuple[Counts, ...]]:
+        """Return a sample as of now, with its counts. Costs O(replicas + turns held)."""
         runtime, schedulers = self._runtime, self._runtime.pools.schedulers
         now_s = runtime.now_s()
         at_s = self._epoch_s + now_s
         self._cache_totals.read(self._replicas)
-        hold_counts = self._hold_counts()
-        before_counts = self._before(at_s)[1] if self._samples else (0,) * len(hold_counts)
-        held = [now - before for now, before in zip(hold_counts, before_counts, strict=True)]
+        window, counts = self._window, self._latency_counts()
+        while len(window) > 1 and window[0][0].at_s < at_s - WINDOW_S:
+            window.popleft()
+        before = window[0][1] if window else [(0,) * len(each) for each in counts]
+        held, first_token, turn = map(_percentiles, counts, before)
+        longest_held_s = oldest_hold_s(schedulers, now_s)
         reasoning_count = acting_count = turn_count = demand_tokens = 0
         limit_tokens = 0.0
         all_costs = [scheduler.ledger.closed_costs for scheduler in schedulers]
@@ -195,11 +234,15 @@ class History:
             limit_tokens=int(limit_tokens) if isfinite(limit_tokens) else None,
             costs_token_s={k.removesuffix("_token_s"): round(v, 1) for k, v in costs.items()},
             idle_held_s=round(idle_held_s, 3),
-            held_p50_s=quantile_s(held, 0.5),
-            held_p90_s=quantile_s(held, 0.9),
-            held_p99_s=quantile_s(held, 0.99),
+            ended_badly_total={outcome: runtime.outcome_counts[outcome] for outcome in (*ERRORS, ABANDONED)},
+            longest_held_s=None if longest_held_s is None else round(longest_held_s, 3),
+            held_p50_s=held.p50_s,
+            held_p90_s=held.p90_s,
+            held_p99_s=held.p99_s,
+            first_token=first_token,
+            turn=turn,
         )
-        return sample, hold_counts
+        return sample, counts
 
 
 class _CacheTotals:
@@ -224,22 +267,29 @@ class _CacheTotals:
         self._last = {replica_id: last for replica_id, last in self._last.items() if replica_id in replicas.known}
 
 
-def quantile_s(counts: Sequence[int], part_ratio: float) -> float | None:
-    """Return the time up to which this ratio of the turns was held; None if there were none.
+def _percentiles(counts: Counts, before: Counts) -> Percentiles:
+    """Return the percentiles of the turns that came to the counts since."""
+    up_to = list(accumulate(now - then for now, then in zip(counts, before, strict=True)))
+    return Percentiles(p50_s=quantile_s(up_to, 0.5), p90_s=quantile_s(up_to, 0.9), p99_s=quantile_s(up_to, 0.99))
 
-    `counts` are of turns held up to each of `HOLD_BUCKETS_S`, and in all. Within a bucket it is interpolated, as in
-    Prometheus; in the first, which is of turns that were not held, it is 0.
+
+def quantile_s(counts_up_to: Sequence[int], part_ratio: float) -> float | None:
+    """Return the time that this ratio of the turns took at most; None if there were none.
+
+    The counts are of turns up to each of `PERCENTILE_BUCKETS_S`, and in all. Within a bucket it is interpolated, as in
+    Prometheus; in the first, of a millisecond, it is 0, and above all it is the last bound.
     """
-    total = counts[-1]
+    total, bounds_s = counts_up_to[-1], PERCENTILE_BUCKETS_S
     if total <= 0:
         return None
     wanted = part_ratio * total
-    if wanted <= counts[0]:
+    index = bisect_left(counts_up_to, wanted)
+    if index == 0:
         return 0.0
-    for (low_s, below), (high_s, up_to) in pairwise(zip(HOLD_BUCKETS_S, counts, strict=False)):
-        if wanted <= up_to:
-            return round(low_s + (high_s - low_s) * (wanted - below) / (up_to - below), 3)
-    return float(HOLD_BUCKETS_S[-1])
+    if index == len(bounds_s):
+        return bounds_s[-1]
+    low_s, below = bounds_s[index - 1], counts_up_to[index - 1]
+    return round(low_s + (bounds_s[index] - low_s) * (wanted - below) / (counts_up_to[index] - below), 4)
 
 
 def _per(amount: float, time_: float) -> float:

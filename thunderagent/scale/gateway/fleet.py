@@ -66,7 +66,8 @@ class RemoteFleet:
         state, now_s = replica.state, self._now_s()
         before = self.replicas.get(state.replica_id)
         if not state.is_up:
-            return ReplicaDown(now_s, state.replica_id) if before is not None and before.is_up else None
+            is_news = before is not None and (before.is_up or before.incarnation != state.incarnation)
+            return ReplicaDown(now_s, state.replica_id) if is_news else None
         if before is not None and before.is_open and not state.is_open:
             return ReplicaDraining(now_s, state.replica_id)
         return ReplicaUp(now_s, state.replica_id, state.capacity_tokens)

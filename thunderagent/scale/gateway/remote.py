@@ -321,7 +321,8 @@ class RemoteRuntime:
         self._seen(replica_id, "tripped" if tripped else "tried")
 
     def replica_recovered(self, replica_id: str) -> None:
-        """Do nothing: for the scheduler it is no longer failing once no gateway counts it as tripped."""
+        """Tell the scheduler that a replica that was tried has answered well."""
+        self._seen(replica_id, "recovered")
 
     def suspect(self, replica_id: str) -> None:
         """Ask the scheduler to check a replica, because a request just failed there."""

@@ -76,6 +76,8 @@ class Sums(Struct, frozen=True, array_like=True, tag="sums", gc=False):
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
+    may_miss: bool = False
+    """Whether turns may be missing: a takeover from a store that had lost data."""
 
 
 class Learned(Struct, frozen=True, array_like=True, tag="learned", gc=False):
@@ -190,6 +192,8 @@ class Kept:
         self._programs: dict[tuple[str, str], tuple[Sequence[Any], int, float]] = {}
         self._told: set[tuple[str, str]] | None = None
         self._told_gateway_ids: set[str] = set()
+        self.is_torn = False
+        """Whether the store lost what its last leader wrote, and not all was written again."""
         self._ahead_s: dict[int, float] = {}
         """How far our clock is ahead of that of each epoch's scheduler."""
 
@@ -244,6 +248,7 @@ class Kept:
             for key in self._programs.keys() - self._told:
                 del self._programs[key]
             self.gateways = {key: each for key, each in self.gateways.items() if key in self._told_gateway_ids}
+            self.is_torn = False
         self._told = None
 
     def _link(self, record: Linked) -> None:

@@ -31,6 +31,7 @@ import structlog
 from thunderagent.backends.discovery.kubernetes import ClusterAccess, ConflictError, NotThereError, connected
 from thunderagent.errors import DiscoveryError, StoreError
 from thunderagent.scale.leader.candidacy import GIVEN_UP
+from thunderagent.scale.leader.store import believed
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -126,7 +127,7 @@ class KubernetesStore:
         await self._read()
         if self._owner() not in (None, GIVEN_UP, expected, owner):
             return 0
-        epoch = max(self._lease_epoch, self._epoch, least_epoch) + 1
+        epoch = max(self._lease_epoch, believed(self._epoch, least_epoch), least_epoch) + 1
         if epoch > MAX_TRANSITIONS:
             raise StoreError(f"a Lease cannot hold epoch {epoch}: delete it, and the store's keys")
         asked_s = self._now_s()
@@ -260,6 +261,10 @@ class KubernetesStore:
     async def append(self, owner: str, epoch: int, data: bytes) -> str:
         """Write an entry."""
         return await self._log.append(owner, epoch, data)
+
+    async def position(self) -> str:
+        """Return the position of the last entry."""
+        return await self._log.position()
 
     async def trim(self, where: str) -> None:
         """Cut off what is before an entry."""

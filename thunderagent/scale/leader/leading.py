@@ -32,7 +32,7 @@ from thunderagent.scale import messages
 from thunderagent.scale.leader.candidacy import Candidacy
 from thunderagent.scale.leader.inheritance import go_on_from, let_go
 from thunderagent.scale.leader.kept import Kept, decode
-from thunderagent.scale.leader.store import Seen, Store
+from thunderagent.scale.leader.store import Seen, Store, believed
 from thunderagent.scale.leader.watch import LeaderWatch
 from thunderagent.scale.leader.writing import Writing
 from thunderagent.scale.scheduler.links import Links
@@ -79,6 +79,9 @@ class Leading:
         self._lock_s = candidacy.lock_s
         self._candidacy = candidacy
         self._at = "0"
+        self._epoch_seen = 0
+        self._damage = ""
+        """As last logged."""
         self._watch = LeaderWatch(self._candidacy.died, lambda: self._at)
         self._asking: asyncio.Task[None] | None = None
         self._renewing: asyncio.Task[None] | None = None
@@ -169,6 +172,15 @@ class Leading:
             self._answers(False, error)
             return None
         self._answers(True)
+        epoch = believed(seen.epoch, self.kept.epoch)
+        if epoch < seen.epoch:
+            seen = seen._replace(epoch=epoch, damage=f"the epoch is {seen.epoch} after {self.kept.epoch}: not counted")
+        if seen.damage and seen.damage != self._damage:
+            log.error("store_damaged", what=seen.damage)
+        self._damage = seen.damage
+        if epoch < self._epoch_seen and not seen.damage:
+            self.kept.is_torn = True
+        self._epoch_seen = epoch
         for number, (where, data) in enumerate(seen.entries, 1):
             if number % READ_COUNT == 0:
                 await asyncio.sleep(0)
@@ -217,12 +229,22 @@ class Leading:
                 await asyncio.sleep(RETRY_S)
         await self._links.until_polled()
         kept, gateways = self.kept, self._links.gateways
+        with suppress(StoreError):
+            if self._at not in ("0", await self._store.position()):
+                kept.is_torn = True  # it came back with older data, and nobody has written since
+        self._may_miss(kept.is_torn or kept.sums.may_miss)
         await go_on_from(kept, self._runtime, self._learned, gateways)
         if self.role == "over":
             return
         gateways.on_higher = self._heard_higher
         self.writing.begin(self.epoch, kept.learned)
         self._links.lead(self.epoch, [each for each, gateway in kept.gateways.items() if gateway.is_there])
+
+    def _may_miss(self, may_miss: bool) -> None:
+        """Say that turns may be missing in the counts: an earlier leader counted them in what the store has lost."""
+        if may_miss and not self.writing.counts_may_miss:
+            self.writing.counts_may_miss = True
+            log.warning("counts_may_miss_turns", epoch=self.epoch, why="the store had lost data")
 
     async def _renew(self) -> None:
         while True:
@@ -273,6 +295,7 @@ class Leading:
         try:
             kept = await self._store.renew(self.owner, self.epoch)
             if kept:  # the store has lost an epoch: catch up
+                self._may_miss(True)
                 self._renewed(kept)
                 kept = await self.writing.go_on_in(epoch + 1)
         except StoreError:
@@ -348,6 +371,7 @@ class Leading:
                 "has_store": True,
                 "store_answers": self.store_answers,
                 "has_standby": self._has_standby,
+                "counts_may_miss": self.writing.counts_may_miss,
                 "log_lag_p50_s": lags_s[len(lags_s) // 2] if lags_s else None,
                 "log_lag_p99_s": lags_s[len(lags_s) * 99 // 100] if lags_s else None,
             }

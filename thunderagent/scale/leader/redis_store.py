@@ -7,6 +7,10 @@ is appended only in the current epoch, and not while the lock is another's: an o
 more, whatever it believes. It is appended only to the entry before it: so a store that was restarted between two
 commands, with older data, is detected. No decision waits for any of this.
 
+What no scheduler writes mends itself. A lock that never expires, or only after more than `MAX_LOCK_MS`, is given an
+end by who stands by. An epoch that is no number, or a jump that cannot be, counts as lost: its leader, or the next one,
+writes it again.
+
 All keys begin with `ta:{CELL}:`, so that they are in one slot of a cluster. Anybody who can write there decides what a
 new scheduler believes: keep it as safe as the schedulers themselves.
 """
@@ -26,6 +30,8 @@ from redis.exceptions import NoPermissionError, RedisError, ResponseError
 from thunderagent.errors import FencedError, StoreError
 from thunderagent.redis_failover import Answer, asked_anew, in_words
 from thunderagent.scale.leader.store import Seen, heeds_cancellation, seen_of
+from thunderagent.scale.messages import MAX_EPOCH
+from thunderagent.scale.scheduler.gateways import EPOCH_JUMP
 
 ANSWER_LIMIT_S = 1.0
 """A store that takes longer counts as away."""
@@ -33,13 +39,27 @@ ANSWER_LIMIT_S = 1.0
 ENTRIES_COUNT = 200
 """Entries read at once."""
 
+MAX_LOCK_MS = 600_000
+"""No scheduler's lock lasts longer."""
+
 REPLICATED_LIMIT_MS = 100
 """How long a new epoch waits for one replica of the store to have it, if there are any."""
+
+BELIEVED = f"""
+local function believed(text, known)
+  local epoch = tonumber(text or '0')
+  local is_one = epoch and epoch >= 0 and epoch < {MAX_EPOCH} and epoch == math.floor(epoch)
+  if not is_one or (known > 0 and epoch - known > {EPOCH_JUMP}) then return -1 end
+  return epoch
+end
+"""
+"""The epoch in the store, or -1 if it is beyond reason for who knows of one."""
 
 TAKE = """
 local owner = redis.call('GET', KEYS[1])
 if owner and owner ~= '' and owner ~= ARGV[3] then return 0 end
-local epoch = math.max(tonumber(redis.call('GET', KEYS[2]) or '0'), tonumber(ARGV[4])) + 1
+local least = tonumber(ARGV[4])
+local epoch = math.max(believed(redis.call('GET', KEYS[2]), least), least) + 1
 redis.call('SET', KEYS[2], epoch)
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return epoch
@@ -48,7 +68,8 @@ return epoch
 RENEW = """
 local owner = redis.call('GET', KEYS[1])
 local known = redis.call('GET', KEYS[2])
-local mine, epoch = tonumber(ARGV[3]), tonumber(known or '0')
+local mine = tonumber(ARGV[3])
+local epoch = believed(known, mine)
 if owner == ARGV[1] then
   redis.call('PEXPIRE', KEYS[1], ARGV[2])
   if epoch < mine then redis.call('SET', KEYS[2], mine) end
@@ -64,8 +85,10 @@ return 0
 
 APPEND = """
 local epoch, owner = redis.call('GET', KEYS[1]), redis.call('GET', KEYS[3])
-if not epoch or tonumber(epoch) < tonumber(ARGV[1]) then return 'lost' end
-if tonumber(epoch) > tonumber(ARGV[1]) then return 'fenced' end
+local mine = tonumber(ARGV[1])
+local known = believed(epoch, mine)
+if not epoch or known < mine then return 'lost' end
+if known > mine then return 'fenced' end
 if owner and owner ~= '' and owner ~= ARGV[3] then return 'fenced' end
 if ARGV[4] ~= '' then
   local last = redis.call('XREVRANGE', KEYS[2], '+', '-', 'COUNT', 1)[1]
@@ -73,6 +96,15 @@ if ARGV[4] ~= '' then
 end
 return redis.call('XADD', KEYS[2], '*', 'e', ARGV[2])
 """
+
+LIMIT = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+local lasts_ms = redis.call('PTTL', KEYS[1])
+if lasts_ms ~= -1 and lasts_ms <= tonumber(ARGV[3]) then return 0 end
+redis.call('PEXPIRE', KEYS[1], lasts_ms == -1 and ARGV[2] or ARGV[3])
+return 1
+"""
+"""A scheduler's lock has an end, unless it was given up."""
 
 GIVE_UP = """
 if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('SET', KEYS[1], '') end
@@ -100,8 +132,13 @@ class RedisStore:
         """The last written entry; empty if unknown."""
         self._refuses = False
         """Whether the last write failed."""
-        self._take, self._renew = self._client.register_script(TAKE), self._client.register_script(RENEW)
-        self._append, self._give_up = self._client.register_script(APPEND), self._client.register_script(GIVE_UP)
+        script = self._client.register_script
+        self._take, self._renew, self._append = (
+            script(BELIEVED + TAKE),
+            script(BELIEVED + RENEW),
+            script(BELIEVED + APPEND),
+        )
+        self._give_up, self._limit = script(GIVE_UP), script(LIMIT)
 
     async def look(self, after: str) -> Seen:
         """Return the current state; see `Store`, also for the other methods.
@@ -115,10 +152,17 @@ class RedisStore:
         async def read() -> Seen:
             async with self._client.pipeline(transaction=True) as pipeline:
                 pipeline.mget(self._lock, self._epoch)
+                pipeline.pttl(self._lock)
                 pipeline.xread({self._log: after}, count=ENTRIES_COUNT)
-                (owner, epoch), found = await pipeline.execute()
+                (owner, epoch), lasts_ms, found = await pipeline.execute()
             entries = [each for _, of_log in found or () for each in of_log]
-            return seen_of(owner, epoch, entries, has_more=len(entries) == ENTRIES_COUNT)
+            seen = seen_of(owner, epoch, entries, has_more=len(entries) == ENTRIES_COUNT)
+            if owner and not 0 <= lasts_ms <= MAX_LOCK_MS:
+                limits_ms = [self._lock_ms, MAX_LOCK_MS]
+                if await self._limit(keys=[self._lock], args=[owner, *limits_ms]):
+                    limit_s = limits_ms[lasts_ms != -1] / 1000
+                    seen = seen._replace(damage=f"the lock of {seen.owner!r} had no end: it has {limit_s:g} s now")
+            return seen
 
         async with _errors():
             return await asked_anew(self._client, read)
@@ -166,6 +210,18 @@ class RedisStore:
             raise StoreError("the store lost its epoch, or what was written last")
         self._last = where
         return where
+
+    async def position(self) -> str:
+        """Return the position of the last entry."""
+
+        async def read() -> str:
+            if not await self._client.exists(self._log):
+                return ""
+            where: bytes = (await self._client.xinfo_stream(self._log))["last-generated-id"]
+            return where.decode()
+
+        async with _errors():
+            return await asked_anew(self._client, read)
 
     async def trim(self, where: str) -> None:
         """Cut off what is before an entry."""

@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
-from thunderagent.errors import StoreError
 from thunderagent.scale.messages import MAX_EPOCH
+from thunderagent.scale.scheduler.gateways import EPOCH_JUMP
+
+EPOCH_DIGITS = len(str(MAX_EPOCH))
 
 
 class Seen(NamedTuple):
@@ -20,22 +22,24 @@ class Seen(NamedTuple):
     entries: Sequence[tuple[str, bytes]]
     """Of the log, after the requested position: each with its position and content."""
     has_more: bool
+    damage: str = ""
+    """What no scheduler wrote there, and what is done about it."""
 
 
 def seen_of(
     owner: bytes | None, epoch: bytes | None, entries: Sequence[tuple[bytes, Mapping[bytes, bytes]]], *, has_more: bool
 ) -> Seen:
-    """Convert a store's answer; an entry without content is empty.
+    """Convert a store's answer; an entry without content is empty, and an epoch that no scheduler writes is none."""
+    name = owner.decode(errors="backslashreplace") if owner is not None else None
+    number = int(epoch or b"0") if (epoch or b"0").isdigit() and len(epoch or b"0") <= EPOCH_DIGITS else MAX_EPOCH
+    damage = "" if number < MAX_EPOCH else f"the epoch is {(epoch or b'')[:40]!r}: not counted"
+    found = [(where.decode(), fields.get(b"e", b"")) for where, fields in entries]
+    return Seen(name, 0 if damage else number, found, has_more, damage)
 
-    Raises `StoreError` for a lock or an epoch that no scheduler writes: it must be removed by hand.
-    """
-    try:
-        name, number = owner.decode() if owner is not None else None, int(epoch or 0)
-    except ValueError as error:
-        raise StoreError("the lock or the epoch in the store was not written by a scheduler") from error
-    if not 0 <= number < MAX_EPOCH:
-        raise StoreError(f"the epoch in the store was not written by a scheduler: {number}")
-    return Seen(name, number, [(where.decode(), fields.get(b"e", b"")) for where, fields in entries], has_more)
+
+def believed(epoch: int, known: int) -> int:
+    """Return the epoch of a store; 0 if it is beyond reason for who has `known` of one. 0: nothing is known."""
+    return 0 if known and epoch - known > EPOCH_JUMP else epoch
 
 
 @contextmanager
@@ -69,6 +73,9 @@ class Store(Protocol):
 
     async def append(self, owner: str, epoch: int, data: bytes) -> str:
         """Write an entry; return its position. Raises `FencedError` if another one leads, or has led since."""
+
+    async def position(self) -> str:
+        """Return the position of the last entry; empty if there is none."""
 
     async def trim(self, where: str) -> None:
         """Cut off what is before an entry."""

@@ -53,6 +53,8 @@ class Writing:
         """Delay of the last entries, from their first change until they were written."""
         self.forgone_count = 0
         """Number of turns that were acknowledged and not written."""
+        self.counts_may_miss = False
+        """Whether the sums may lack turns of an earlier leader."""
         self._store = store
         self._owner = owner
         self._runtime = runtime
@@ -147,7 +149,7 @@ class Writing:
     def _sums(self) -> Sums:
         runtime = self._runtime
         tokens = runtime.prompt_tokens_total, runtime.output_tokens_total, runtime.cached_tokens_total
-        return Sums(dict(runtime.outcome_counts), *tokens)
+        return Sums(dict(runtime.outcome_counts), *tokens, self.counts_may_miss)
 
     def _changes(self) -> Iterator[Record]:
         """Yield the programs that changed, each in its state when taken."""

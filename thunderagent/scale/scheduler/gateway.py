@@ -49,6 +49,9 @@ class Grants(Protocol):
     def tripped(self, replica_id: str, *, tripped: bool) -> None:
         """Record that a replica fails turn after turn, or may be tried; may be repeated."""
 
+    def recovered(self, replica_id: str) -> None:
+        """Record that a replica that was tried has answered well; may be repeated."""
+
 
 class GatewayTurn:
     """One turn of a gateway."""
@@ -88,6 +91,8 @@ class Gateway:
         self.heard = 0
         self.told_ids: set[int] = set()
         self.tripped_ids: set[str] = set()
+        self.failing_ids: set[str] = set()
+        """Those, and others that were tripped and have not recovered."""
         """Replicas that fail it turn after turn."""
         self._acknowledged: deque[tuple[int, int]] = deque()
         """Frames of this link that acknowledged turns, and these turns, in order."""

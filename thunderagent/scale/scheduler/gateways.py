@@ -84,7 +84,7 @@ class Gateways:
         self.on_polled: Callable[[Gateway, Polled], None] = lambda _gateway, _word: None
         """Called with a gateway's result for a replica that it polls."""
         self._tried_again = TriedAgain()
-        self.trips = Trips(self.all, grants.tripped)
+        self.trips = Trips(self.all, grants.tripped, grants.recovered)
         self._grants = grants
         self._on_news = on_news
         self._served: dict[str, set[str]] = {}
@@ -153,7 +153,7 @@ class Gateways:
     def lose_silent(self, now_s: float, limit_s: float) -> list[Gateway]:
         """End the turns of gateways without a link for `limit_s`; return these gateways."""
         lost = [each for each in self.all.values() if each.lost_since_s is not None]
-        lost = [each for each in lost if each.turns or each.tripped_ids]
+        lost = [each for each in lost if each.turns or each.failing_ids]
         lost = [each for each in lost if now_s - (each.lost_since_s or 0.0) >= limit_s]
         for gateway in lost:
             self.lose(gateway)
@@ -172,9 +172,11 @@ class Gateways:
         if isinstance(digest, Polled):
             self.on_polled(gateway, digest)
         elif digest.seen == "tripped":
-            self.trips.are(gateway, gateway.tripped_ids | {digest.replica_id})
+            self.trips.tripped(gateway, digest.replica_id)
         elif digest.seen == "tried":
-            self.trips.are(gateway, gateway.tripped_ids - {digest.replica_id})
+            self.trips.tried(gateway, digest.replica_id)
+        elif digest.seen == "recovered":
+            self.trips.recovered(gateway, digest.replica_id)
         else:
             self._grants.seen(digest)
 

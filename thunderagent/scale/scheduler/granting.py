@@ -187,8 +187,11 @@ class Granting:
         """Tell the runtime."""
         if not self._is_closing:
             self._runtime.replica_tripped(replica_id, tripped=tripped)
-            if not tripped:
-                self._runtime.replica_recovered(replica_id)
+
+    def recovered(self, replica_id: str) -> None:
+        """Tell the runtime."""
+        if not self._is_closing:
+            self._runtime.replica_recovered(replica_id)
 
 
 def _is_named(ask: TurnAsk) -> bool:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import msgspec
 
+from thunderagent.bodies import decode_body
+
 if TYPE_CHECKING:
     from thunderagent.simulator.embedded.tokens import WordTokenizer
 
@@ -38,7 +40,7 @@ class ApiError(Exception):
 def parse(data: bytes, kind: type[_Body]) -> _Body:
     """Return the body of a request; ApiError for invalid JSON, and for JSON of another shape."""
     try:
-        return msgspec.json.decode(data, type=kind)
+        return decode_body(data, kind)
     except (msgspec.DecodeError, RecursionError) as error:
         raise ApiError(f"The request body is not valid: {error}", kind="Bad Request") from error
 

@@ -50,6 +50,7 @@ from thunderagent.tools.docker.images import Images
 from thunderagent.tools.docker.networks import Networks
 from thunderagent.tools.docker.prepare import NETWORK_LABEL, STOP_GRACE_LABEL, Preparation
 from thunderagent.tools.docker.reap import spawn_reaper
+from thunderagent.tools.docker.setups import Setups
 from thunderagent.tools.docker.watch import changes
 from thunderagent.tools.template import LONGEST_S
 
@@ -83,19 +84,27 @@ class DockerDriver:
         url: str = "",
         concurrency_count: int,
         keep_images: Sequence[str] = (),
-        reclaim_images: bool = False,
+        images_bytes: int | None = None,
         request_timeout_s: float = 60.0,
         max_pulls_count: int = 2,
     ) -> None:
         """Connect at the first use; `url` is the engine's, by default that of DOCKER_HOST.
 
-        `concurrency_count` calls to the engine run at a time. With `reclaim_images`, images that were pulled for a
-        sandbox are removed when none needs them, except `keep_images`.
+        `concurrency_count` calls to the engine run at a time. With `images_bytes`, images that were pulled for
+        sandboxes and that none uses take no more than that: the least recently used go, except `keep_images`.
         """
         self._owner = owner
         self._engine = Engine(url, concurrency_count=concurrency_count, request_timeout_s=request_timeout_s)
-        self._images = Images(self._engine, keep=keep_images, reclaims=reclaim_images, max_pulls_count=max_pulls_count)
+        self._images_bytes, self._keep_images = images_bytes, tuple(keep_images)
+        self._images = Images(
+            self._engine,
+            owner.owner_id,
+            keep=keep_images,
+            limit_bytes=images_bytes,
+            max_pulls_count=max_pulls_count,
+        )
         self._networks = Networks(self._engine, owner)
+        self._setups = Setups(self._engine)
         self._preparing: set[str] = set()
         self._made: dict[str, _Made] = {}
         self._adopted: set[str] = set()
@@ -114,7 +123,9 @@ class DockerDriver:
         if self._reaper_pipe is None:
             reading, self._reaper_pipe = os.pipe()  # its end is our end: nobody inherits it
             try:
-                await self._engine.threads.call(spawn_reaper, self._owner, self._engine.url, reading)
+                await self._engine.threads.call(
+                    spawn_reaper, self._owner, self._engine.url, reading, self._images_bytes, self._keep_images
+                )
             finally:
                 os.close(reading)
 
@@ -122,6 +133,7 @@ class DockerDriver:
         """Close connections and threads once started removals are done; sandboxes stay."""
         await self._engine.close()
         self._images.close()
+        self._setups.close()
         if self._reaper_pipe is not None:
             os.close(self._reaper_pipe)
             self._reaper_pipe = None
@@ -133,7 +145,7 @@ class DockerDriver:
 
         Costs an engine some 0.3 s and five calls, and for each setup command and readiness check some 0.1 s and three.
         """
-        preparation = Preparation(order, self._owner, self._engine, self._images, self._networks)
+        preparation = Preparation(order, self._owner, self._engine, self._images, self._networks, self._setups)
         self._preparing.add(preparation.name)
         try:
             place = await preparation.run()

@@ -1,8 +1,10 @@
-"""The images of Docker sandboxes: pulled once for all waiters, removed when nobody needs them."""
+"""The images of Docker sandboxes: pulled once for all waiters, removed when nobody uses them and they are too much."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import math
 import re
 import time
@@ -28,6 +30,8 @@ MOST_LIMIT_S = 900.0
 _RETRY_AFTER = re.compile(r"(?:retry|try again)[- ](?:after|in)[:= ]*([0-9]+(?:\.[0-9]+)?)\s*([a-zµ]*)", re.IGNORECASE)
 _UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "m": 60.0, "min": 60.0, "minutes": 60.0, "h": 3600.0}
 _DOCKER_HUB = "docker.io"
+_LONGEST_NAME = 240
+"""Of a repository, in characters: the engine takes 255 with its tag."""
 
 
 def registry_of(name: str) -> str:
@@ -82,13 +86,80 @@ def _limit_error(registry: str, left_s: float) -> SandboxPullLimitError:
     return error
 
 
-class Images:
-    """The images of one engine. With `reclaims`, those pulled here are removed again, except `keep`."""
+class Marks:
+    """Names at the engine for images that one owner pulled: they tell it, and its reaper, after a crash.
 
-    def __init__(self, engine: Engine, *, keep: Collection[str], reclaims: bool, max_pulls_count: int) -> None:
+    Each is a tag of the image that says the pulled name in base 32, and the engine knows when it was set last. All of
+    this blocks.
+    """
+
+    def __init__(self, owner_id: str) -> None:
+        """Set no mark yet."""
+        self._prefix = f"thunderagent-pulled/{hashlib.sha256(owner_id.encode()).hexdigest()[:12]}"
+
+    def set(self, client: APIClient, name: str) -> None:
+        """Mark an image as used just now; one that is gone, or whose name is too long, gets no mark."""
+        repository = self._of(name)
+        if len(repository) <= _LONGEST_NAME:
+            none_if_missing(lambda: client.tag(name, repository, "pulled", force=True))
+
+    def all(self, client: APIClient) -> list[str]:
+        """Return the names of the marked images."""
+        return list(self._sizes_bytes(client))
+
+    def _sizes_bytes(self, client: APIClient) -> dict[str, int]:
+        found = client.images(filters={"reference": [f"{self._prefix}/*"]})
+        sized = [(self._name(tag), int(each["Size"])) for each in found for tag in each["RepoTags"] or ()]
+        return {name: size_bytes for name, size_bytes in sized if name}
+
+    def prune(self, client: APIClient, limit_bytes: int, is_needed: Callable[[str], bool]) -> list[str]:
+        """Remove the least recently used of the images that no container uses, until all of them fit the limit.
+
+        Return the names of the removed ones.
+        """
+        sizes_bytes = self._sizes_bytes(client)
+        if sum(sizes_bytes.values()) <= limit_bytes:
+            return []
+        idle: list[tuple[str, str, int]] = []
+        for name, size_bytes in sizes_bytes.items():
+            info = none_if_missing(client.inspect_image, self._of(name) + ":pulled")
+            if info is not None and not is_needed(name) and not list_all(client, {"ancestor": [info["Id"]]}):
+                idle.append((str((info.get("Metadata") or {}).get("LastTagTime", "")), name, size_bytes))
+        left_bytes = sum(size_bytes for _, _, size_bytes in idle)
+        removed = []
+        for _, name, size_bytes in sorted(idle):
+            if left_bytes <= limit_bytes:
+                break
+            ignoring(client.remove_image, self._of(name) + ":pulled")
+            ignoring(client.remove_image, name)
+            left_bytes -= size_bytes
+            removed.append(name)
+        return removed
+
+    def _of(self, name: str) -> str:
+        return f"{self._prefix}/{base64.b32encode(name.encode()).decode().rstrip('=').lower()}"
+
+    def _name(self, tag: str) -> str:
+        if not tag.startswith(f"{self._prefix}/"):
+            return ""
+        coded = tag.rpartition("/")[2].partition(":")[0].upper()
+        return base64.b32decode(coded + "=" * (-len(coded) % 8)).decode()
+
+
+class Images:
+    """The images of one engine. With `limit_bytes`, those pulled here and used by nobody are removed beyond it.
+
+    Those of `keep` are not, and without it none.
+    """
+
+    def __init__(
+        self, engine: Engine, owner_id: str, *, keep: Collection[str], limit_bytes: int | None, max_pulls_count: int
+    ) -> None:
         self._engine = engine
         self._keep = frozenset(keep)
-        self._reclaims = reclaims
+        self._limit_bytes = limit_bytes
+        self._marks = Marks(owner_id)
+        self._pruning = asyncio.Lock()
         self._threads = Threads("docker-pull", max_pulls_count)
         self._pulls: dict[str, asyncio.Task[None]] = {}
         self._pulled: set[str] = set()
@@ -119,6 +190,9 @@ class Images:
             await self._engine.ask(lambda client: self._pull_whole(client, name), self._threads)
             self._limits.passed(registry_of(name))
             self._pulled.add(name)
+            if self._limit_bytes is not None:
+                with logging_failures(f"mark of the image {name}"):
+                    await self._engine.ask(lambda client: self._marks.set(client, name))
             _log.info("sandbox_image_pulled", image=name, took_s=round(time.monotonic() - started_s, 3))
         except SandboxPullLimitError:
             raise
@@ -145,26 +219,28 @@ class Images:
                 raise errors.APIError(line["error"], explanation=line["error"])
 
     async def drop_unused(self, name: str) -> None:
-        """Remove an image that was pulled here, unless somebody needs it. Raises `SandboxError`."""
-        # A preparation that needs it while it is removed finds that out, and pulls it again.
-        is_droppable = self._reclaims and name in self._pulled and name not in self._keep and not self._users[name]
-        if is_droppable and await self._engine.ask(lambda client: _drop(client, name)):
-            self._pulled.discard(name)
-            _log.info("sandbox_image_removed", image=name)
+        """Note that a sandbox of an image has ended, and remove what is then too much. Raises `SandboxError`."""
+        if name in self._pulled and self._limit_bytes is not None:
+            await self._engine.ask(lambda client: self._marks.set(client, name))
+            await self._prune(self._limit_bytes)
 
     async def sweep(self) -> None:
-        """Remove all that nobody needs."""
-        for name in tuple(self._pulled):
-            with logging_failures(f"image {name}"):
-                await self.drop_unused(name)
+        """Remove all that is too much, also of what earlier runs pulled."""
+        if self._limit_bytes is not None:
+            with logging_failures("images"):
+                self._pulled.update(await self._engine.ask(self._marks.all))
+                await self._prune(self._limit_bytes)
+
+    async def _prune(self, limit_bytes: int) -> None:
+        # A preparation that needs one while it is removed finds that out, and pulls it again.
+        async with self._pruning:
+            for name in await self._engine.ask(lambda client: self._marks.prune(client, limit_bytes, self._is_needed)):
+                self._pulled.discard(name)
+                _log.info("sandbox_image_removed", image=name)
+
+    def _is_needed(self, name: str) -> bool:
+        return name in self._keep or self._users[name] > 0
 
     def close(self) -> None:
         """Stop pulling."""
         self._threads.close()
-
-
-def _drop(client: APIClient, name: str) -> bool:
-    if list_all(client, {"ancestor": [name]}):
-        return False
-    ignoring(client.remove_image, name)
-    return True

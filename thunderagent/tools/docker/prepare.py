@@ -27,6 +27,7 @@ from thunderagent.tools.docker.engine import Engine
 from thunderagent.tools.docker.images import Images
 from thunderagent.tools.docker.networks import Networks
 from thunderagent.tools.docker.scripts import FIRST_PROCESS, UNTIL_COMMAND, UNTIL_PORT
+from thunderagent.tools.docker.setups import Setups
 from thunderagent.tools.docker.streams import Output, Stream
 from thunderagent.tools.template import Template
 
@@ -47,7 +48,9 @@ _POLLS_COUNT = 20
 class Preparation:
     """What one preparation has begun so far: all that must go if it does not finish."""
 
-    def __init__(self, order: Order, owner: Owner, engine: Engine, images: Images, networks: Networks) -> None:
+    def __init__(
+        self, order: Order, owner: Owner, engine: Engine, images: Images, networks: Networks, setups: Setups
+    ) -> None:
         self.name = f"thunderagent-{order.sandbox_id}"
         self.image = ""
         self.network = ""
@@ -56,6 +59,7 @@ class Preparation:
         self._engine = engine
         self._images = images
         self._networks = networks
+        self._setups = setups
         self._launching: asyncio.Task[Place] | None = None
         self._handle = ""
         # The engine did not say whether it made the container.
@@ -78,8 +82,7 @@ class Preparation:
             place = await self._launch(image)
         except SandboxImageError:  # it was removed since the check
             place = await self._launch(await self._images.get(self.image))
-        for command in template.setup:
-            await self._run("setup", command, [command])
+        await self._set_up(str(image["Id"]))
         interval = f"{template.ready_interval_s:g}"
         if (port := template.ready_port) is not None:
             await self._run("readiness", f"port {port}", [UNTIL_PORT, "sh", f"{port:04X}", interval])
@@ -89,6 +92,23 @@ class Preparation:
         if self._stream.ended.done():
             await self.check()
         return place
+
+    async def _set_up(self, image_id: str) -> None:
+        """Run the setup, or put what an earlier one made on the same image."""
+        template = self._order.template
+        key = f"{template.digest()}@{image_id}" if template.setup and template.reuse_setup else ""
+        if key and (deleted := await self._setups.put(key, self._handle)) is not None:
+            if deleted:
+                await self._run("setup", "rm", ['rm -rf -- "$@"', "sh", *deleted])
+            return
+        before = await self._setups.before(key, self._handle) if key else None
+        worked = False
+        try:
+            for command in template.setup:
+                await self._run("setup", command, [command])
+            worked = True
+        finally:
+            await self._setups.keep(key, self._handle, before, template.ttl_s, worked=worked)
 
     def unclaim(self) -> None:
         """Stop listening, and release network and image: the engine knows of them, or nobody does."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from docker import errors  # type: ignore[import-untyped]
@@ -17,6 +17,7 @@ from thunderagent.tools.base import OWNER_LABEL, RUN_LABEL, Owner
 from thunderagent.tools.docker.answers import expires_s, labels_of, list_all
 from thunderagent.tools.docker.connection import connect, try_to_remove
 from thunderagent.tools.docker.engine import LIBRARY_ERRORS, mapped
+from thunderagent.tools.docker.images import Marks
 from thunderagent.tools.docker.networks import remove_network
 
 _TIMEOUT_S = 60.0
@@ -24,9 +25,13 @@ _TIMEOUT_S = 60.0
 _GIVE_UP_S = 3600.0
 
 
-def spawn_reaper(owner: Owner, url: str, reading: int) -> None:
+def spawn_reaper(
+    owner: Owner, url: str, reading: int, images_bytes: int | None = None, keep_images: Sequence[str] = ()
+) -> None:
     """Start it in its own process group, so that what ends us does not end it; only the pipe's end does."""
     arguments = ["--owner", owner.owner_id, "--run", owner.run_id, "--url", url]
+    if images_bytes is not None:
+        arguments += ["--images-bytes", str(images_bytes), *(f"--keep-image={name}" for name in keep_images)]
     null = os.open(os.devnull, os.O_RDWR)
     try:
         os.posix_spawn(
@@ -40,8 +45,10 @@ def spawn_reaper(owner: Owner, url: str, reading: int) -> None:
         os.close(null)
 
 
-def reap(url: str, of: Owner, now_s: float) -> float | None:
-    """Remove what has expired of one run: containers, and networks without containers.
+def reap(
+    url: str, of: Owner, now_s: float, images_bytes: int | None = None, keep_images: Sequence[str] = ()
+) -> float | None:
+    """Remove what has expired of one run: containers, networks without containers, then images beyond the limit.
 
     Returns when the next remaining object expires, in Unix time as `now_s` is; None if nothing is left. Raises
     `SandboxError`.
@@ -58,6 +65,8 @@ def reap(url: str, of: Owner, now_s: float) -> float | None:
                 end_s = expires_s(network["Labels"] or {})
                 if _is_left(end_s, now_s, partial(remove_network, client, network["Name"])):
                     left_s.append(end_s)
+            if not left_s and images_bytes is not None:
+                Marks(of.owner_id).prune(client, images_bytes, frozenset(keep_images).__contains__)
     except LIBRARY_ERRORS as error:
         raise mapped(error) from error
     return min(left_s, default=None)

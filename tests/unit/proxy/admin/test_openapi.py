@@ -21,6 +21,7 @@ from thunderagent.proxy.admin.live import Live
 from thunderagent.proxy.admin.openapi import OPERATIONS, UNDESCRIBED, OpenApi, Operation, documented_path
 from thunderagent.proxy.admin.operations import Operations
 from thunderagent.proxy.admin.replica_routes import ReplicaHandlers
+from thunderagent.proxy.admin.rollouts import RolloutHandlers
 from thunderagent.proxy.admin.sandboxes import SandboxHandlers
 from thunderagent.proxy.app import build_app
 from thunderagent.proxy.control.concurrency import ConcurrencySignal
@@ -104,7 +105,7 @@ def handlers() -> dict[tuple[str, str], object]:
     discovery = Discovery(runtime, replicas, backend_of("vllm"), DiscoverySettings())
     registry = CollectorRegistry()
     tenancy = Tenancy(runtime, from_key=False)
-    history = History(runtime, replicas, TurnMetrics(registry).hold_counts)
+    history = History(runtime, replicas, TurnMetrics(registry).latency_counts)
     routes = [
         *Admin(runtime, replicas, registry, tenancy).routes(),
         *BetweenTurns(runtime, tenancy).routes(),
@@ -118,6 +119,7 @@ def handlers() -> dict[tuple[str, str], object]:
         *OpenApi([]).routes(),
         *Operations(runtime, None).routes(),
         *ReplicaHandlers(runtime, replicas, discovery).routes(),
+        *RolloutHandlers(None, tenancy).routes(),
         *SandboxHandlers(None, tenancy).routes(),
         *WeightSync(runtime, replicas, limit_s=1.0).routes(),
     ]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from thunderagent.backends import backend_of
 from thunderagent.backends.base import ReplicaReading
 from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.programs.model.events import Event
-from thunderagent.programs.model.fleet_events import EncodesPolled, ReplicaPolled, TierPolled
+from thunderagent.programs.model.fleet_events import EncodesPolled, ReplicaDown, ReplicaPolled, ReplicaUp, TierPolled
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.fleet.client import ClientSettings, ReplicaClient
@@ -83,12 +85,54 @@ def test_preemptions_are_heard_of_without_any_look_up() -> None:
     assert heard(reading(500, 100, 7), reading(500, 100, 8))[1:] == [polled(None, 0, 1)]
 
 
-@pytest.mark.parametrize("after", [(10, 5, 0), (10, 5, 9), (900, 5, 9), (900, 200, 0)])
+@pytest.mark.parametrize("after", [(60, 5, 0), (10, 5, 9), (900, 5, 9), (900, 200, 0)])
 def test_an_engine_that_began_again_says_nothing_until_the_next_reading(after: tuple[int, int, int]) -> None:
     """One total that shrank is enough: all restarted, and the core is told that nothing is known."""
     queries, hits, preemptions = after
     again = reading(queries + 100, hits + 100, preemptions + 1)
     assert heard(reading(500, 100, 7), reading(*after), again)[1:] == [polled(), polled(1.0, 100, 1)]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "restarted"),
+    [
+        (ReplicaReading(started_s=100.0), ReplicaReading(started_s=200.0), True),
+        (ReplicaReading(started_s=100.0), ReplicaReading(started_s=100.0), False),
+        (reading(5000, 100, 7), reading(40, 0, 0), True),
+        (reading(5000, 100, 7), reading(2500, 50, 3), False),
+        (reading(0, 0, 0), reading(0, 0, 0), False),
+        (reading(None, None, 7), reading(None, None, 0), True),
+        (replace(reading(5000, 100), started_s=100.0), replace(reading(40, 0), started_s=100.0), False),
+    ],
+)
+def test_an_engine_that_died_and_came_back_between_two_polls_begins_anew(
+    before: ReplicaReading, after: ReplicaReading, restarted: bool
+) -> None:
+    """When its process began decides; where that is not said, counters that all fell to a small part."""
+    runtime, events = overheard()
+    polls = Polls(runtime, Replicas(runtime, [ReplicaEndpoint("r0", "http://r0", backend_of("vllm"))]))
+    polls.replica_polled("r0", before)
+    polls.replica_up("r0")
+    events.clear()
+    polls.replica_polled("r0", ReplicaReading())  # a poll that failed tells nothing
+    polls.replica_polled("r0", after)
+    found = [type(event) for event in events if isinstance(event, ReplicaDown | ReplicaUp)]
+    assert found == ([ReplicaDown, ReplicaUp] if restarted else [])
+    state = runtime.replicas.get("r0")
+    assert state is not None
+    assert (state.is_up, state.incarnation, state.verdict) == (True, int(restarted), "up")
+
+
+def test_two_processes_that_answer_by_turns_restart_once() -> None:
+    """They are behind one URL."""
+    runtime, _ = overheard()
+    polls = Polls(runtime, Replicas(runtime, [ReplicaEndpoint("r0", "http://r0", backend_of("vllm"))]))
+    for started_s in (100.0, 200.0, 100.0, 200.0, 100.0):
+        polls.replica_polled("r0", ReplicaReading(started_s=started_s))
+        polls.replica_up("r0")
+    state = runtime.replicas.get("r0")
+    assert state is not None
+    assert state.incarnation == 1
 
 
 def test_a_reading_that_failed_takes_nothing_out_of_what_is_counted() -> None:

@@ -13,11 +13,11 @@ from tests.builders import Driver
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.model.advice.verdicts import Level
 from thunderagent.programs.pool import Pool
-from thunderagent.proxy.judge import DEFAULT_PROMPT, Judge, JudgeCollector, JudgeSettings, read_prompt
+from thunderagent.proxy.judge import DEFAULT_PROMPT, Judge, JudgeCollector, JudgeSettings, judge, read_prompt
 from thunderagent.proxy.judge.answer import READ_CHARS, Answered, Failure, Opinion, opinion_of, read_answer
 from thunderagent.proxy.judge.judge import MAX_BODY_BYTES, MAX_WAITING_COUNT
 from thunderagent.proxy.judge.prompt import filled
-from thunderagent.proxy.judge.transcript import GAP, Transcript, cut, transcript_of
+from thunderagent.proxy.judge.transcript import GAP, LEAST_CHARS, Transcript, cut, transcript_of, transcript_of_all
 from thunderagent.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def test_the_default_prompt_has_all_places() -> None:
     assert "{transcript} %s {0}" in text
     assert text.count("{task} {step}") == 1
     assert "had 12 steps" in text
-    assert "round 7." in text
+    assert "round 7, and" in text
     assert filled("b {transcript} a {task} c {other}", "T", "S", 1, 1) == "b S a T c {other}"
 
 
@@ -447,3 +447,59 @@ def test_everything_is_counted() -> None:
     assert {why for name, *whys in samples for why in whys if "failures" in name} == set(Failure)
     assert not any(samples.values())
     assert repr(court.judge) == "<Judge: 0 cases wait, 0 are asked about>"
+
+
+# --- the trajectory of all agents of a program
+
+
+def chat(*said: tuple[str, str]) -> bytes:
+    return json.dumps({"messages": [{"role": role, "content": text} for role, text in said]}).encode()
+
+
+MAIN_CHAT = chat(("system", "rules"), ("user", "find the walks"), ("assistant", "I ask the surfer"))
+SUB_CHAT = chat(("user", "open the page"), ("assistant", "it has a table"))
+
+
+async def test_a_sub_agents_turn_does_not_hide_the_users_task() -> None:
+    """The task is the first agent's, and what each did is under its name."""
+    court = Court(Oracle(completion(VERDICT)), every_turns_count=2, prompt="{task}|{transcript}|{round}{budget}")
+    for branch, body in (("", MAIN_CHAT), ("surfer", SUB_CHAT)):
+        court.driver.takes_turn("a", 10)
+        court.judge.turn_seen("a", body, branch)
+    await court.sits_until(lambda: court.oracle.asked)
+    task, steps, progress = court.oracle.asked[0]["messages"][0]["content"].split("|")
+    assert task == "find the walks"
+    assert steps.index("I ask the surfer") < steps.index("surfer was asked: open the page") < steps.index("a table")
+    assert progress == "2"
+
+
+async def test_the_judge_is_told_how_many_rounds_there_are() -> None:
+    court = Court(Oracle(completion(VERDICT)), every_turns_count=1, round_limit_count=20)
+    court.takes_turns("a")
+    await court.sits_until(lambda: court.oracle.asked)
+    assert "round 2 of at most 20, and" in court.oracle.asked[0]["messages"][0]["content"]
+
+
+def test_what_is_kept_of_programs_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one program the first agent and the last others; of all, those heard last; of an ended one, nothing."""
+    court = Court(Oracle(), every_turns_count=100)
+    for number in range(judge.MAX_AGENTS_COUNT + 3):
+        court.driver.takes_turn("a", 10)
+        court.judge.turn_seen("a", CHAT, f"b{number}")
+    kept = court.judge._bodies["a"]
+    assert [*kept] == ["b0", *(f"b{number}" for number in range(4, judge.MAX_AGENTS_COUNT + 3))]
+    assert court.judge._bodies_bytes == len(kept) * len(CHAT)
+    monkeypatch.setattr(judge, "MAX_KEPT_BYTES", judge.MAX_AGENTS_COUNT * len(CHAT))
+    court.takes_turns("b")
+    assert [*court.judge._bodies] == ["b"]
+    court.runtime.release("b")
+    assert court.judge._bodies == {}
+    assert court.judge._bodies_bytes == 0
+
+
+@pytest.mark.parametrize("limit_chars", [0, 10, 100, 1000])
+def test_a_trajectory_keeps_to_its_limit(limit_chars: int) -> None:
+    long = chat(("user", "t" * 2000), *(("assistant", "s" * 300) for _ in range(20)))
+    read = transcript_of_all([("", long), ("x" * 200, long), ("y", long)], limit_chars)
+    assert read is None or len(read.task) + len(read.steps) <= limit_chars + LEAST_CHARS
+    assert transcript_of_all([("", b"{}"), ("y", b"[")], limit_chars) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from tests.builders import Driver
 from thunderagent.backends.base import ReplicaReading
@@ -11,8 +12,8 @@ from thunderagent.backends.vllm import VllmBackend
 from thunderagent.programs.model.decisions import Grant, Hold, Reason
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.proxy.fleet.replicas import Replicas
-from thunderagent.proxy.watch.history import KEPT_COUNT, History, quantile_s
-from thunderagent.proxy.watch.turn_metrics import HOLD_BUCKETS_S
+from thunderagent.proxy.watch.history import KEPT_COUNT, WINDOW_S, History
+from thunderagent.proxy.watch.turn_metrics import PERCENTILE_BUCKETS_S, TurnMetrics
 from thunderagent.runtime import Runtime
 
 
@@ -23,11 +24,11 @@ class World:
         self.driver = Driver(Cap(1))
         self.runtime = Runtime(self.driver.scheduler, clock=lambda: self.driver.now_s)
         self.replicas = Replicas(self.runtime, [ReplicaEndpoint("r0", "http://127.0.0.1:1", VllmBackend())])
-        self.hold_counts = [0] * (len(HOLD_BUCKETS_S) + 1)
+        self.metrics = TurnMetrics(CollectorRegistry())
         self.history = History(
             self.runtime,
             self.replicas,
-            lambda: tuple(self.hold_counts),
+            self.metrics.latency_counts,
             wall_clock=lambda: 1_000_000.0 + self.driver.now_s,
         )
 
@@ -35,12 +36,11 @@ class World:
         """Let a number of seconds pass."""
         for _ in range(count):
             self.driver.passes(1.0)
-            self.history._samples.append(self.history._take())
+            self.history.sample()
 
     def held(self, *seconds: float) -> None:
         for wait_s in seconds:
-            for index, up_to_s in enumerate((*HOLD_BUCKETS_S, float("inf"))):
-                self.hold_counts[index] += wait_s <= up_to_s
+            self.metrics.turn_granted(wait_s, 0.0)
 
     def cache(self, queries: float, hits: float) -> None:
         self.replicas.known["r0"].reading = ReplicaReading(
@@ -157,33 +157,79 @@ def test_nothing_is_known_where_nothing_was_looked_up_or_held() -> None:
     assert (rates.hit_ratio, rates.held_p50_s, rates.held_p99_s) == (None, None, None)
 
 
-def test_held_times_are_of_the_last_minute() -> None:
+def test_latency_is_of_the_last_minute() -> None:
+    """What was before is forgotten; each time has percentiles of its own, and errors have no duration."""
     world = World()
     world.held(*[100.0] * 50)
+    world.metrics.turn_streamed("r0", 200, 50.0, None)
+    world.metrics.turn_ended("r0", 200, 70.0)
     world.samples(61)
     world.held(*[0.0] * 60, *[7.5] * 40)
+    for number in range(1, 101):
+        world.metrics.turn_streamed("r0", 200, number / 100, None)
+        world.metrics.turn_ended("r0", 200, number / 10)
+        world.metrics.turn_ended("r0", 503, 0.001)
+        world.metrics.turn_ended(None, None, 500.0)
     sample, _ = world.history.now()
     assert sample.held_p50_s == 0.0
-    assert 5 < (sample.held_p90_s or 0) <= 10
-    assert 5 < (sample.held_p99_s or 0) <= 10
+    assert sample.held_p90_s == pytest.approx(7.5, rel=0.2)
+    assert sample.held_p99_s == pytest.approx(7.5, rel=0.2)
+    first, turn = sample.first_token, sample.turn
+    assert (first.p50_s, first.p90_s, first.p99_s) == pytest.approx((0.5, 0.9, 0.99), rel=0.19)
+    assert (turn.p50_s, turn.p90_s, turn.p99_s) == pytest.approx((5.0, 9.0, 9.9), rel=0.19)
+    world.samples(62)
+    sample, _ = world.history.now()
+    assert (sample.held_p99_s, sample.first_token.p50_s, sample.turn.p99_s) == (None, None, None)
 
 
 @pytest.mark.parametrize(
-    ("waits_s", "part_ratio", "expected"),
+    ("waits_s", "expected"),
     [
-        ([], 0.5, None),
-        ([0.0], 0.99, 0.0),
-        ([3.0] * 10, 0.5, 3.5),  # between 2 and 5 s, half way
-        ([0.0] * 5 + [3.0] * 5, 0.75, 3.5),
-        ([10_000.0], 0.5, HOLD_BUCKETS_S[-1]),
+        ([], None),
+        ([0.0005], 0.0),
+        ([0.0, 0.0, 0.0, 3.0], 0.0),
+        ([0.004] * 10, 0.004),
+        ([3.0] * 10, 3.0),
+        ([600.0] * 10, 600.0),
+        ([20_000.0], PERCENTILE_BUCKETS_S[-1]),
     ],
 )
-def test_quantiles_are_interpolated_within_a_bucket(
-    waits_s: list[float], part_ratio: float, expected: float | None
-) -> None:
+def test_a_median_is_as_exact_as_its_bucket(waits_s: list[float], expected: float | None) -> None:
     world = World()
     world.held(*waits_s)
-    assert quantile_s(world.hold_counts, part_ratio) == expected
+    sample, _ = world.history.now()
+    assert sample.held_p50_s == (expected if not expected else pytest.approx(expected, rel=0.19))
+
+
+def test_counts_of_the_last_minute_alone_are_kept() -> None:
+    """However long it runs, and however seldom it could take its samples."""
+    world = World()
+    world.samples(KEPT_COUNT)
+    assert len(world.history._window) <= WINDOW_S + 2
+    world.driver.passes(1000.0)
+    world.history.now()
+    assert len(world.history._window) == 1
+
+
+def test_errors_are_a_rate_without_those_whose_clients_left() -> None:
+    world = World()
+    counts = world.runtime.outcome_counts
+    counts.update({"refused": 1, "failed": 2, "errored": 3, "rejected": 4, "abandoned": 5, "finished": 100})
+    world.samples(60)
+    sample, rates = world.history.now()
+    assert sample.ended_badly_total == {"refused": 1, "failed": 2, "errored": 3, "rejected": 4, "abandoned": 5}
+    assert (rates.errors_per_min, rates.abandoned_per_min) == (10.0, 5.0)
+
+
+def test_a_turn_that_waits_is_seen_while_it_waits() -> None:
+    """The percentiles are of turns that were let in; the longest wait is of those that were not."""
+    world = World()
+    world.driver.takes_turn("a", 100)
+    world.driver.arrives("a", 110)
+    world.driver.arrives("b", 100)
+    world.samples(47)
+    sample, _ = world.history.now()
+    assert (sample.longest_held_s, sample.held_p50_s) == (47.0, None)
 
 
 def test_the_limit_is_unknown_where_a_replicas_is() -> None:
@@ -191,5 +237,5 @@ def test_the_limit_is_unknown_where_a_replicas_is() -> None:
     sample, _ = world.history.now()
     assert sample.limit_tokens is not None
     other = Driver(Cap(1), replicas={"r0": None})
-    history = History(Runtime(other.scheduler, clock=lambda: other.now_s), world.replicas, lambda: (0,) * 16)
+    history = History(Runtime(other.scheduler, clock=lambda: other.now_s), world.replicas, world.metrics.latency_counts)
     assert history.now()[0].limit_tokens is None

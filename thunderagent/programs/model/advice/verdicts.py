@@ -24,8 +24,8 @@ How often a judge was right is only known of programs whose clients report the o
 keeps for each outcome after how many turns failure was first predicted. Of failed programs, the part predicted by then
 is the recall; of successful ones it is the ratio of false alarms.
 
-Source: the levels and K_fail = 10 are those of ORBIT-JUDGE ("ORBIT: Efficient Agentic Inference using Priority
-Scheduling", 3.2.3 and 4.1.4). How sure a judge must be, and what ends a program, is ours.
+Source: the levels and K_fail = 10, for a verdict at each step, are those of ORBIT-JUDGE ("ORBIT: Efficient Agentic
+Inference using Priority Scheduling", 3.2.3 and 4.1.4). How sure a judge must be, and what ends a program, is ours.
 """
 
 from __future__ import annotations

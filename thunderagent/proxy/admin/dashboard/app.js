@@ -1,8 +1,9 @@
 // The page: asks the proxy every second and shows what it says; says so when it says nothing.
 
 import { get, Gone, login, Refused, Unauthorized } from "./api.js";
-import { Chart } from "./charts.js";
+import { Chart, niceTopS } from "./charts.js";
 import { byId, setText } from "./dom.js";
+import { showErrors } from "./errors.js";
 import { count, duration, percent, short, whole } from "./format.js";
 import { Programs } from "./programs.js";
 import { QUEUE_LIMIT, showQueue } from "./queue.js";
@@ -25,7 +26,27 @@ let askAgain = false;
 
 const story = new Story();
 const programs = new Programs(() => askNow(), (id, pool) => story.open(id, pool));
+const ERRORS = [["failed", "over"], ["errored", "other"], ["refused", "held"], ["rejected", "prefill"], ["abandoned", "paused"]];
+const PERCENTILES = [{ name: "median", colour: "reasoning" }, { name: "p90", colour: "held" }, { name: "p99", colour: "over" }];
+const GATEWAYS_KNOW = "Gateways measure this: see their /metrics";
+
+/** Percentiles over time, of a part of a sample. */
+function latency(title, unit, values, { none = "No turn lately", more = [] } = {}) {
+  return {
+    chart: new Chart({ title, unit, format: duration, nice: niceTopS, none, series: [...PERCENTILES, ...more] }),
+    rows: (all) => all.map((now) => row(now, values(now))),
+    ofGateways: true,
+  };
+}
+
 const charts = [
+  latency("First token", "of streams", ({ first_token: of }) => [of.p50_s, of.p90_s, of.p99_s], { none: "No stream lately" }),
+  latency("Turn", "to its end", ({ turn: of }) => [of.p50_s, of.p90_s, of.p99_s]),
+  {
+    ...latency("Held", "before its lease", (now) => [now.held_p50_s, now.held_p90_s, now.held_p99_s, now.longest_held_s],
+      { more: [{ name: "now, longest", colour: "other" }] }),
+    ofGateways: false,
+  },
   {
     chart: new Chart({ title: "Programs", unit: "live", stacked: true, format: short, series: [
       { name: "reasoning", colour: "reasoning" }, { name: "acting", colour: "acting" }, { name: "held", colour: "held" }, { name: "paused", colour: "paused" },
@@ -33,15 +54,23 @@ const charts = [
     rows: (all) => all.map((now) => row(now, [now.active_reasoning_count, now.active_acting_count, now.paused_reasoning_count, now.paused_acting_count])),
   },
   {
-    chart: new Chart({ title: "Turns", unit: "per minute", format: short, series: [{ name: "finished", colour: "reasoning" }] }),
+    chart: new Chart({ title: "Turns finished", unit: "per minute", format: short, series: [{ name: "finished", colour: "reasoning" }] }),
     rows: rates((now, before, s) => [(60 * (now.turns_finished_total - before.turns_finished_total)) / s]),
   },
   {
-    chart: new Chart({ title: "Tokens", unit: "per second", format: short, series: [{ name: "prompt", colour: "prefill" }, { name: "output", colour: "reasoning" }] }),
-    rows: rates((now, before, s) => [(now.prompt_tokens_total - before.prompt_tokens_total) / s, (now.output_tokens_total - before.output_tokens_total) / s]),
+    chart: new Chart({ title: "Turns ended badly", unit: "per minute", stacked: true, format: short, series: ERRORS.map(([name, colour]) => ({ name, colour })) }),
+    rows: rates((now, before, s) => ERRORS.map(([name]) => (60 * Math.max(0, now.ended_badly_total[name] - before.ended_badly_total[name])) / s)),
   },
   {
-    chart: new Chart({ title: "Hit rate", unit: "of prompt tokens", format: percent, top: 1, series: [{ name: "cached", colour: "ok" }] }),
+    chart: new Chart({ title: "Output", unit: "tokens per second", format: short, series: [{ name: "output", colour: "reasoning" }] }),
+    rows: rates((now, before, s) => [(now.output_tokens_total - before.output_tokens_total) / s]),
+  },
+  {
+    chart: new Chart({ title: "Prompts", unit: "tokens per second", format: short, series: [{ name: "prompt", colour: "prefill" }] }),
+    rows: rates((now, before, s) => [(now.prompt_tokens_total - before.prompt_tokens_total) / s]),
+  },
+  {
+    chart: new Chart({ title: "Hit rate", unit: "of prompt tokens", format: percent, top: 1, none: "No engine tells it", series: [{ name: "cached", colour: "ok" }] }),
     rows: rates((now, before) => {
       const queries = now.cache_query_tokens_total - before.cache_query_tokens_total;
       return [queries ? (now.cache_hit_tokens_total - before.cache_hit_tokens_total) / queries : null];
@@ -56,14 +85,8 @@ const charts = [
     rows: rates((now, before, s) => [Math.max(0, now.costs_token_s.queued - before.costs_token_s.queued) / s]),
   },
   {
-    chart: new Chart({ title: "Idle while held", unit: "engines", format: short, series: [{ name: "idle", colour: "over" }] }),
+    chart: new Chart({ title: "Idle while held", unit: "replicas", format: short, series: [{ name: "idle", colour: "over" }] }),
     rows: rates((now, before, s) => [Math.max(0, now.idle_held_s - before.idle_held_s) / s]),
-  },
-  {
-    chart: new Chart({ title: "Held", unit: "over the last minute", format: duration, series: [
-      { name: "median", colour: "reasoning" }, { name: "p90", colour: "held" }, { name: "p99", colour: "over" },
-    ] }),
-    rows: (all) => all.map((now) => row(now, [now.held_p50_s, now.held_p90_s, now.held_p99_s])),
   },
 ];
 
@@ -102,7 +125,8 @@ async function ask() {
   samples = samples.filter((sample) => sample.at_s >= oldest);
   showSummary(summary);
   showReplicas(replicas);
-  showQueue(queue, (id, pool) => story.open(id, pool));
+  showQueue(queue, (id, pool) => story.open(id, pool), () => programs.showHeld());
+  showErrors(summary.last_errors, (id, pool) => story.open(id, pool));
   programs.show(page);
   showCharts();
   story.sandboxesOn = summary.sandboxes_on;
@@ -110,27 +134,34 @@ async function ask() {
   return summary;
 }
 
-function showSummary({ policy, version, now, rates: last, programs_count: all, replicas_count: known, replicas_up_count: up, longest_held_s: longest, cell }) {
+function showSummary({ policy, version, now, rates: last, programs_count: all, replicas_count: known, replicas_up_count: up, cell }) {
   setText(byId("policy"), policy);
   setText(byId("version"), version);
   setText(byId("cell"), place(cell));
   const active = now.active_reasoning_count + now.active_acting_count;
-  const paused = now.paused_reasoning_count + now.paused_acting_count;
   setText(byId("tile-programs"), whole(all));
-  setText(byId("note-programs"), `${whole(active)} active · ${whole(paused)} paused`);
+  setText(byId("note-programs"), `${whole(active)} active · ${whole(now.paused_reasoning_count)} held · ${whole(now.paused_acting_count)} paused`);
   setText(byId("tile-turns"), whole(now.turns_in_flight_count));
-  setText(byId("note-turns"), now.turns_held_count ? `${whole(now.turns_held_count)} held, ${duration(longest)} at most` : "none held");
+  setText(byId("note-turns"), `${whole(now.turns_held_count)} held`);
   setText(byId("tile-throughput"), short(last.turns_per_min));
   setText(byId("note-throughput"), `over the last ${duration(last.window_s)}`);
+  setText(byId("tile-errors"), short(last.errors_per_min));
+  byId("tile-errors").classList.toggle("bad", last.errors_per_min > 0);
+  setText(byId("note-errors"), `${short(last.abandoned_per_min)} abandoned`);
+  setText(byId("tile-first"), duration(now.first_token.p50_s));
+  setText(byId("note-first"), percentiles(now.first_token.p90_s, now.first_token.p99_s));
+  setText(byId("tile-held"), duration(now.longest_held_s));
+  setText(byId("note-held"), last.held_p99_s === null ? "none granted lately" : `granted: p99 ${duration(last.held_p99_s)}`);
   setText(byId("tile-tokens"), short(last.output_tokens_per_s));
   setText(byId("note-tokens"), `${short(last.prompt_tokens_per_s)}/s of prompts`);
   setText(byId("tile-hits"), percent(last.hit_ratio));
   setText(byId("note-hits"), "of prompt tokens");
-  setText(byId("tile-held"), duration(last.held_p50_s));
-  setText(byId("note-held"), last.held_p99_s === null ? "no turn lately" : `p90 ${duration(last.held_p90_s)} · p99 ${duration(last.held_p99_s)}`);
+  for (const { chart, ofGateways } of charts) if (ofGateways && cell?.links_count) chart.none = GATEWAYS_KNOW;
   document.title = `${now.turns_held_count ? `(${now.turns_held_count}) ` : ""}thunderagent`;
   connection(up ? "live" : "warn", up ? `Live · ${up === known ? count(up, "replica") : `${up} of ${known} replicas`}` : "No replica is up");
 }
+
+const percentiles = (p90, p99) => (p99 === null ? "no stream lately" : `p90 ${duration(p90)} · p99 ${duration(p99)}`);
 
 /** Say who leads, who stands by, and how far the log lags: of a scheduler that has gateways. */
 function place(cell) {

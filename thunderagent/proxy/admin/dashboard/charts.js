@@ -10,6 +10,8 @@ const TOP = 8;
 const BOTTOM = 20;
 const POINTS = 240;
 
+const TIMES_S = [60, 120, 240, 360, 600, 1200, 1800, 3600, 7200, 14400, 28800, 86400];
+
 /** Return a round number at or above `value`, for the top of an axis. */
 export function niceTop(value) {
   if (!(value > 0)) return 1;
@@ -17,13 +19,18 @@ export function niceTop(value) {
   return size * [1, 1.5, 2, 3, 4, 5, 6, 8, 10].find((step) => step * size >= value * 0.999);
 }
 
+/** The same of a time in seconds: half of it is round, too. */
+export function niceTopS(value) {
+  return value > 40 ? TIMES_S.find((time) => time >= value * 0.999) ?? niceTop(value) : niceTop(value);
+}
+
 /**
  * One chart. `series` is [{name, colour}], colour being a class of the style sheet; `stacked` draws areas on top of each
- * other; `format` writes a value; `top` fixes the axis.
+ * other; `format` writes a value; `top` fixes the axis, or else `nice` rounds it up; `none` says why there is no value.
  */
 export class Chart {
-  constructor({ title, unit, series, format, stacked = false, top = null }) {
-    Object.assign(this, { series, format, stacked, top });
+  constructor({ title, unit, series, format, stacked = false, top = null, nice = niceTop, none = "None lately" }) {
+    Object.assign(this, { series, format, stacked, top, nice, none });
     this.rows = [];
     this.pointed = null;
     this.pointerX = null;
@@ -69,7 +76,7 @@ export class Chart {
     this.width = this.svg.clientWidth;
     if (!this.width || this.now_s === undefined) return;
     const heights = this.rows.map(({ values }) => (this.stacked ? [values.reduce((sum, value) => sum + (value ?? 0), 0)] : values.map((value) => value ?? 0)));
-    this.axisTop = this.top ?? niceTop(Math.max(...heights.flat(), 0));
+    this.axisTop = this.top ?? this.nice(Math.max(...heights.flat(), 0));
     this.drawGrid();
     const drawn = this.rows.filter((row) => this.x(row.at_s) >= LEFT - 1);
     const base = drawn.map(() => 0);
@@ -82,7 +89,8 @@ export class Chart {
       });
       path.setAttribute("d", this.stacked ? areaPath(points, this.y(0)) : linePath(points));
     });
-    this.note.hidden = drawn.length > 1;
+    this.note.hidden = drawn.filter(({ values }) => values.some((value) => value !== null)).length > 1;
+    setText(this.note, drawn.length > 1 ? this.none : "Nothing yet");
     if (this.pointerX === null) this.tell();
     else this.point(this.pointerX);
   }

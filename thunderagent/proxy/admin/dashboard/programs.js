@@ -9,6 +9,7 @@ const TYPING_MS = 200;
 export class Programs {
   /** `refresh` is called when another page is wanted; `openStory` with the id of a program that was chosen. */
   constructor(refresh, openStory) {
+    this.refresh = refresh;
     this.openStory = openStory;
     this.offset = 0;
     this.sort = "opened";
@@ -55,8 +56,23 @@ export class Programs {
     this.sort = this.sort === first ? (first.startsWith("-") ? name : `-${name}`) : first;
     // The oldest was opened first: ages fall as the times of opening rise.
     const falls = this.sort.startsWith("-") !== (name === "opened");
+    this.markSort(button, falls);
+  }
+
+  markSort(button, falls) {
     for (const heading of document.querySelectorAll("th[aria-sort]")) heading.setAttribute("aria-sort", "none");
     button.closest("th").setAttribute("aria-sort", falls ? "descending" : "ascending");
+  }
+
+  /** List those that are held, the longest first. */
+  showHeld() {
+    byId("state").value = "status=paused&phase=reasoning";
+    byId("search").value = "";
+    this.sort = "-held";
+    this.markSort(document.querySelector('[data-sort="held"]'), true);
+    this.offset = 0;
+    this.refresh();
+    byId("programs").scrollIntoView();
   }
 
   show(page) {
@@ -82,13 +98,14 @@ export class Programs {
       replica: h("td", { class: "mono" }),
       pool: h("td", { class: "pool mono" }),
       claim: h("td", { class: "number" }),
+      computed: h("td", { class: "number" }),
       turns: h("td", { class: "number" }),
       age: h("td", { class: "number" }),
       held: h("td", { class: "number" }),
     };
     const row = h("tr", { onclick: open },
       h("td", {}, h("button", { type: "button", class: "mono id", text: program.program_id, title: program.program_id })),
-      h("td", {}, view.state, view.mark), view.replica, view.pool, view.claim, view.turns, view.age, view.held);
+      h("td", {}, view.state, view.mark), view.replica, view.pool, view.claim, view.computed, view.turns, view.age, view.held);
     row.view = view;
     return row;
   }
@@ -103,6 +120,7 @@ function update({ view }, program) {
   setText(view.replica, program.replica_id ?? NONE);
   setText(view.pool, program.pool);
   setText(view.claim, whole(program.claim_tokens));
+  setText(view.computed, whole(program.prompt_tokens_total - program.cached_tokens_total + program.output_tokens_total));
   setText(view.turns, whole(program.turn_count));
   setText(view.age, duration(program.age_s));
   setText(view.held, duration(program.held_s_total + (program.held_for_s ?? 0)));

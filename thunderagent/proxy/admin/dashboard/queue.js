@@ -1,41 +1,47 @@
-// The queue: who waits, for how long, and why; in the order in which they would be restored.
+// The queue: whose turns are held, for how long, and why; in the order in which they would go on. What must happen for
+// the first of them to go on is the answer to most questions.
 
 import { byId, h, keyed, setText } from "./dom.js";
 import { because, count, duration, short } from "./format.js";
 
-export const QUEUE_LIMIT = 50;
+export const QUEUE_LIMIT = 6;
 
-export function showQueue(queue, openStory) {
-  const parts = [];
-  if (queue.turns_held_count) parts.push(`${count(queue.turns_held_count, "turn")} held`);
-  if (queue.paused_acting_count) parts.push(`${queue.paused_acting_count} paused at a tool`);
-  setText(byId("queue-note"), parts.join(" · "));
-  const list = byId("queue");
-  if (!queue.waiting_count) {
-    const text = queue.anonymous_held_count ? "Only turns without a program wait, for a replica." : "No turn waits.";
-    if (list.firstElementChild?.className !== "empty" || list.textContent !== text) list.replaceChildren(h("p", { class: "empty", text }));
-    return;
-  }
-  if (list.firstElementChild?.tagName !== "OL") list.replaceChildren(h("ol"), h("p", { class: "more" }));
-  const [rows, more] = list.children;
-  keyed(rows, queue.waiting, (program) => `${program.program_id} ${program.generation}`, (program) => create(program, openStory), update);
+/** `openStory` shows one of them; `showAll` lists all. */
+export function showQueue(queue, openStory, showAll) {
+  const parts = [count(queue.turns_held_count, "turn") + " held", `${queue.paused_acting_count} paused`];
+  setText(byId("queue-note"), queue.turns_held_count || queue.paused_acting_count ? parts.join(" · ") : "");
+  const [first] = queue.waiting;
+  const needs = byId("first-needs");
+  needs.hidden = !queue.first_needs;
+  setText(needs, queue.first_needs ? `For ${first ? first.program_id : "the first"} to go on: ${queue.first_needs}.` : "");
   const rest = queue.waiting_count - queue.waiting.length;
-  setText(more, rest > 0 ? `and ${count(rest, "more", "more")}` : "");
+  const more = byId("queue-more");
+  more.hidden = rest <= 0;
+  more.onclick = showAll;
+  setText(more, `Show all ${count(queue.waiting_count, "program")}`);
+  const empty = byId("queue-empty");
+  empty.hidden = queue.waiting_count > 0;
+  setText(empty, emptyOf(queue));
+  keyed(byId("queue"), queue.waiting, (program) => `${program.program_id} ${program.generation}`, (program) => create(program, openStory), update);
+}
+
+function emptyOf(queue) {
+  if (queue.held_in_place_count) return `${count(queue.held_in_place_count, "turn")} held where their programs are active.`;
+  return queue.anonymous_held_count ? "Only turns without a program are held, for a replica." : "No turn is held.";
 }
 
 function create(program, openStory) {
-  const view = { waits: h("span", { class: "waits" }), why: h("span", { class: "why" }), claim: h("span", { class: "claim" }) };
+  const view = { held: h("span", { class: "for" }), why: h("span", { class: "why" }), claim: h("span", { class: "claim" }) };
   const button = h("button", { type: "button", class: "row", onclick: () => openStory(program.program_id, program.pool) },
-    h("span", { class: "mono id", text: program.program_id }), view.waits, view.why, view.claim);
+    h("span", { class: "mono id", text: program.program_id, title: program.program_id }), view.held, view.why, view.claim);
   const element = h("li", {}, button);
-  element.view = { ...view, button };
+  element.view = view;
   return element;
 }
 
 function update({ view }, program) {
-  setText(view.waits, duration(program.held_for_s));
-  const why = program.hold_reason.replaceAll("_", " ");
-  setText(view.why, program.pool ? `${why} · ${program.pool}` : why);
-  setText(view.claim, `${short(program.claim_tokens)} tokens`);
-  view.button.title = `held: ${because(program.hold_reason)}`;
+  setText(view.held, `held ${duration(program.held_for_s)}`);
+  const why = because(program.hold_reason);
+  setText(view.why, program.pool ? `${program.pool}: ${why}` : why);
+  setText(view.claim, `claims ${short(program.claim_tokens)} tokens`);
 }

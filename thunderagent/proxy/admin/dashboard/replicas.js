@@ -4,15 +4,38 @@ import { byId, h, keyed, setText } from "./dom.js";
 import { count, duration, percent, short, whole } from "./format.js";
 
 const PARTS = ["reasoning", "acting", "other"];
+const SHOWN_COUNT = 16;
 
+let all = false;
+byId("replicas-more").addEventListener("click", () => {
+  all = true;
+  byId("replicas-more").hidden = true;
+});
+
+/** Show each, those whose verdict is not `up` first; of many only so many until all are asked for. */
 export function showReplicas({ replicas }) {
   const list = byId("replicas");
+  setText(byId("replicas-note"), verdictsOf(replicas));
   document.body.classList.toggle("pools", replicas.some((replica) => replica.pool));
   if (!replicas.length) {
     list.replaceChildren(h("p", { class: "empty", text: "No replica is configured. Start the proxy with --backends URL,URL." }));
     return;
   }
-  keyed(list, replicas, (replica) => replica.replica_id, create, update);
+  const inOrder = [...replicas.filter(isTrouble), ...replicas.filter((replica) => !isTrouble(replica))];
+  byId("replicas-more").hidden = all || replicas.length <= SHOWN_COUNT;
+  setText(byId("replicas-more"), `Show all ${count(replicas.length, "replica")}`);
+  const shown = all ? inOrder : inOrder.slice(0, SHOWN_COUNT);
+  list.classList.toggle("by-two", shown.length % 2 === 0 && shown.length % 3 !== 0);
+  keyed(list, shown, (replica) => replica.replica_id, create, update);
+}
+
+const isTrouble = (replica) => replica.verdict !== "up";
+
+/** Return how many there are of each verdict. */
+function verdictsOf(replicas) {
+  const counts = new Map();
+  for (const { verdict } of replicas) counts.set(verdict, (counts.get(verdict) ?? 0) + 1);
+  return [...counts].map(([verdict, number]) => `${whole(number)} ${verdict}`).join(" · ");
 }
 
 function create(replica) {
@@ -41,7 +64,7 @@ function create(replica) {
 
 function update(element, replica) {
   const view = element.view;
-  setText(view.health, replica.verdict);
+  setText(view.health, isTrouble(replica) ? `${replica.verdict} for ${duration(replica.verdict_for_s)}` : replica.verdict);
   view.health.dataset.state = replica.verdict === "up" ? "up" : replica.up ? "draining" : "down";
   setText(view.pool, replica.pool);
   const suspended = replica.suspended_for.length ? `nothing is granted: ${replica.suspended_for.join(", ")}` : "";
@@ -55,7 +78,7 @@ function update(element, replica) {
   setText(view.free, (free === null ? "capacity unknown" : free < 0 ? `${short(-free)} over the limit` : `${short(free)} free`) + shared);
   setText(view.programs, `${whole(replica.reasoning_count)} reasoning · ${whole(replica.acting_count)} acting`);
   const { running_count: running, waiting_count: waiting } = replica.engine;
-  setText(view.engine, running === null ? count(replica.turns_in_flight_count, "turn") : `engine: ${whole(running)} running · ${whole(waiting ?? 0)} waiting`);
+  setText(view.engine, running === null ? count(replica.turns_in_flight_count, "turn") : `engine: ${whole(running)} running · ${whole(waiting ?? 0)} queued`);
   setText(view.hits, `${percent(replica.hit_ratio)} hits`);
   setText(view.idle, replica.idle_held_s >= 1 ? `idle while held: ${duration(replica.idle_held_s)}` : "");
   view.idle.hidden = replica.idle_held_s < 1;

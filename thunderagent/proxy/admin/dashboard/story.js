@@ -139,9 +139,9 @@ export class Story {
     }
     const rows = waiting.replicas.map((room) => h("tr", {},
       h("td", { class: "mono", text: room.is_home ? `${room.replica_id} (home)` : room.replica_id }),
-      ...[room.free_tokens, room.needed_tokens, room.missing_tokens, room.resident_tokens].map((tokens) => h("td", { class: "number", text: whole(tokens) }))));
+      ...[room.free_tokens, room.needed_tokens, room.kept_tokens, room.missing_tokens, room.resident_tokens].map((tokens) => h("td", { class: "number", text: whole(tokens) }))));
     this.rooms.replaceChildren(h("h3", { text: "Where it could go, in tokens" }), h("div", { class: "wide" }, h("table", {},
-      h("thead", {}, h("tr", {}, ...["Replica", "Free", "Needed", "Missing", "Its history there"].map((text, at) => h("th", { text, class: at ? "number" : "" })))),
+      h("thead", {}, h("tr", {}, ...["Replica", "Free", "Needed", "Kept for growth", "Missing", "Its history there"].map((text, at) => h("th", { text, class: at ? "number" : "" })))),
       h("tbody", {}, ...rows))));
   }
 
@@ -174,7 +174,7 @@ function hintOf({ hinted }) {
 
 function doingOf(program) {
   const { waiting, holding } = program;
-  if (waiting) return `Waits for ${duration(waiting.for_s)} (${waiting.reason.replaceAll("_", " ")}). To go on: ${waiting.what_must_happen}.`;
+  if (waiting) return `Held for ${duration(waiting.for_s)}: ${because(waiting.reason)}. To go on: ${waiting.what_must_happen}.`;
   if (holding) {
     const until = holding.hold_until_in_s;
     const kept = until === null ? "as long as there is room" : until < 0 ? "until others need the room" : `for ${duration(until)} yet`;
@@ -190,9 +190,10 @@ function factsOf(program) {
     ["Claim", `${whole(program.claim_tokens)} tokens`],
     ["Context", `${whole(program.context_tokens)} tokens`],
     ["Turns", whole(program.turn_count)],
+    ["Computed", `${whole(program.prompt_tokens_total - program.cached_tokens_total)} tokens`],
     ["Output", `${whole(program.output_tokens_total)} tokens`],
     ["Prompt cached", hits],
-    ["Held in all", duration(program.held_s_total)],
+    ["Held in all", duration(program.held_s_total + (program.held_for_s ?? 0))],
     ["Age", duration(program.age_s)],
     ["Branches", whole(program.branches_count)],
     ...toldOf(program).filter(([, text]) => text),

@@ -105,6 +105,8 @@ class Connection:
         self.is_unsent = False
         """Whether its request was not written yet, or given up before: the server knows nothing of it."""
         self._heard_s = self._begun_s = 0.0
+        self.sent_s = 0.0
+        """When its last request was sent."""
         self._silence_s = self._total_s = self.due_s = inf
 
     def __repr__(self) -> str:
@@ -136,7 +138,7 @@ class Connection:
         self._method = method
         self._may_change = may_change
         self._has_heard, self._interim_bytes = False, 0
-        self._heard_s = self._loop.time()
+        self._heard_s = self.sent_s = self._loop.time()
         self._silence_s, self._total_s, self._begun_s = limits.silence_s, limits.total_s, begun_s
         self._set_due(self._heard_s)
         if not body:

@@ -95,10 +95,12 @@ class Pool:
             self._all_closed = self._loop.create_future()
             await self._all_closed
 
-    def lose(self, why: str) -> None:
-        """Fail all requests, because the replica was declared lost; the next ones get new connections."""
+    def lose(self, why: str, sent_ago_s: float = 0.0) -> None:
+        """Fail all requests sent so long ago, because the replica was declared lost; later ones get new connections."""
+        sent_s = self._loop.time() - sent_ago_s
         for connection in list(self._connections):
-            connection.lose(why)
+            if connection.sent_s <= sent_s:
+                connection.lose(why)
 
     async def request(
         self,

@@ -1,0 +1,296 @@
+"""Real mini-SWE-agents in real Docker sandboxes, prepared by the proxy or made by themselves.
+
+    python -m benchmarks.agents                                     # 24 agents, 6 tasks, a simulated engine
+    python -m benchmarks.agents --engine-url http://127.0.0.1:8101  # a running vLLM, as of benchmarks.real_engine
+    python -m benchmarks.agents --arms own,own-left,prepared,reused --policies default,thunderagent,passthrough
+
+The agents are the released package, their tasks small repositories with a failing test. The model is scripted, so that
+every run ends: each turn is computed by the engine, with its prompt and as many tokens as the script says, and then the
+answer is replaced by the script's next command. Arms: `own`: each agent makes and sets up a container of its own and
+removes it; `own-left`: nothing removes it; `prepared`: the proxy prepares it from a template with the same setup and
+removes it; `reused`: the same with `reuse_setup`. On the critical path is what an agent waits for its sandbox. Disk is
+what the engine's file system takes beyond its beginning. It needs root, as the tests' own Docker engine does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import shutil
+import sys
+import tempfile
+import time
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+from aiohttp import web
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.agents_tasks import TASKS
+from benchmarks.machine import ROOT, save_results
+from benchmarks.processes import thunderagent
+from tests.loopback import on_loopback
+from tests.real.base_image import BASE_IMAGE, make_python_image
+from tests.real.docker_engine import DockerEngine, ensure_docker
+from tests.real.mini_swe_agent import agent_environment, ensure_mini_swe_agent
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+Json = dict[str, Any]
+
+ARMS = ("own", "own-left", "prepared", "reused")
+OUTPUT_TOKENS = 48
+WATCH_S = 0.25
+
+
+@dataclass
+class ScriptedFront:
+    """Stands before an engine as if it were one: turns cost what they cost there, and say what the script says."""
+
+    engine_url: str
+    written_mb: int
+    model: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    turn_count: int = 0
+    _session: aiohttp.ClientSession = field(init=False)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[str]:
+        """Serve during the block; yield the URL."""
+        app = web.Application(client_max_size=64 * 1024 * 1024)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_route("*", "/{path:.*}", self._pass)
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=3600)) as self._session:
+            async with self._session.get(f"{self.engine_url}/v1/models") as response:
+                self.model = (await response.json())["data"][0]["id"]
+            async with on_loopback(app, shutdown_timeout=0) as url:
+                yield url
+
+    async def _pass(self, request: web.Request) -> web.Response:
+        url = f"{self.engine_url}{request.path_qs}"
+        async with self._session.request(request.method, url, data=await request.read()) as response:
+            kind = response.headers.get("Content-Type", "application/json")
+            headers = {"Content-Type": kind}
+            return web.Response(status=response.status, body=await response.read(), headers=headers)
+
+    async def _chat(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        step = sum(each["role"] == "assistant" for each in body["messages"])
+        name = str(body["messages"][1]["content"]).split("TASK ")[1].split(":")[0]
+        task = next(each for each in TASKS if each.name == name)
+        asked = {
+            "model": self.model,
+            "messages": [_plain(each) for each in body["messages"]],
+            "max_tokens": OUTPUT_TOKENS,
+            "min_tokens": OUTPUT_TOKENS,
+            "ignore_eos": True,
+            "temperature": 0,
+        }
+        async with self._session.post(f"{self.engine_url}/v1/chat/completions", json=asked) as response:
+            answer = await response.json()
+            if response.status != 200:
+                return web.json_response(answer, status=response.status)
+        usage = answer["usage"]
+        self.turn_count += 1
+        self.prompt_tokens += usage["prompt_tokens"]
+        self.cached_tokens += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        call = {"name": "bash", "arguments": json.dumps({"command": task.commands(self.written_mb)[step]})}
+        answer["choices"][0] |= {
+            "message": {
+                "role": "assistant",
+                "content": f"Step {step + 1}.",
+                "tool_calls": [{"id": f"call-{step}", "type": "function", "function": call}],
+            },
+            "finish_reason": "tool_calls",
+        }
+        return web.json_response(answer)
+
+
+def _plain(message: Json) -> Json:
+    """Return a message as text alone, which every chat template takes."""
+    calls = "".join(json.dumps(each["function"]) for each in message.get("tool_calls") or ())
+    role = "assistant" if message["role"] == "assistant" else "user"
+    return {"role": role, "content": f"{message.get('content') or ''} {calls}".strip()}
+
+
+def config_file(folder: Path, *, reuse: bool, sandboxes_count: int) -> Path:
+    """Write the proxy's configuration: a template for each task."""
+    lines = ['sandboxes = ["docker"]', f"sandbox_max_count = {sandboxes_count}"]
+    for task in TASKS:
+        lines += [f"[sandbox_templates.{task.name}]", f'image = "{BASE_IMAGE}"', f"setup = {json.dumps(task.setup)}"]
+        lines += [f"reuse_setup = {str(reuse).lower()}"]
+    path = folder / "proxy.toml"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+async def run_arm(arm: str, policy: str, options: argparse.Namespace, engine: DockerEngine, engine_url: str) -> Json:
+    """Run all agents once; return what was measured."""
+    before_bytes = shutil.disk_usage(engine.data_root).used
+    disk: list[tuple[float, int]] = []
+    front = ScriptedFront(engine_url, options.written_mb)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        config = config_file(folder, reuse=arm == "reused", sandboxes_count=options.sandboxes)
+        async with front.running() as url:
+            command = ["serve", "--port", "0", "--backends", url, "--config", str(config), "--docker-url", engine.url]
+            command += [] if policy == "default" else ["--policy", policy]
+            async with thunderagent(*command, log_path=options.logs / f"{arm}-{policy}.log") as proxy:
+                plan = {
+                    "name": f"{arm}-{policy}",
+                    "prepared": arm in ("prepared", "reused"),
+                    "removes": arm == "own",
+                    "agents_count": options.agents,
+                    "at_once": options.at_once,
+                    "proxy": proxy.url,
+                    "model": front.model,
+                    "image": BASE_IMAGE,
+                    "tasks": [{"name": t.name, "says": t.says, "setup": t.setup} for t in TASKS],
+                }
+                started_s = time.monotonic()
+                watching = asyncio.create_task(_watch(engine, before_bytes, started_s, disk))
+                try:
+                    runs = await _run_agents(plan, engine, folder)
+                finally:
+                    watching.cancel()
+                took_s = time.monotonic() - started_s
+    left = _left(engine)
+    return _figures(runs, front, disk, took_s) | {"arm": arm, "policy": policy, "left": left}
+
+
+async def _run_agents(plan: Json, engine: DockerEngine, folder: Path) -> list[Json]:
+    environment = agent_environment(engine.url, folder) | {"PYTHONPATH": str(ROOT)}
+    process = await asyncio.create_subprocess_exec(
+        *(str(ensure_mini_swe_agent()), "-m", "benchmarks.agents_run"),
+        cwd=ROOT,
+        env=environment,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=(folder / "agents.log").open("wb"),
+        limit=2**24,
+    )
+    try:
+        said, _ = await process.communicate(json.dumps(plan).encode())
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+    runs = [json.loads(line) for line in said.splitlines() if line.startswith(b"{")]
+    if len(runs) != plan["agents_count"] or any("error" in run for run in runs):
+        failed = [run["error"] for run in runs if "error" in run]
+        raise RuntimeError(f"{failed[:3]}; {(folder / 'agents.log').read_text()[-2000:]}")
+    return runs
+
+
+async def _watch(engine: DockerEngine, before_bytes: int, started_s: float, disk: list[tuple[float, int]]) -> None:
+    while True:
+        used_bytes = shutil.disk_usage(engine.data_root).used - before_bytes
+        disk.append((round(time.monotonic() - started_s, 2), used_bytes))
+        await asyncio.sleep(WATCH_S)
+
+
+def _left(engine: DockerEngine) -> Json:
+    """Count what is left at the engine, by kind; remove the containers."""
+    with contextlib.closing(engine.client()) as client:
+        containers = client.containers(all=True)
+        networks = [each for each in client.networks() if each["Name"] not in ("bridge", "host", "none")]
+        left = {
+            "containers": len(containers),
+            "networks": len(networks),
+            "volumes": len(client.volumes()["Volumes"] or ()),
+        }
+        for each in containers:
+            client.remove_container(each["Id"], force=True, v=True)
+    return left
+
+
+def _figures(runs: list[Json], front: ScriptedFront, disk: list[tuple[float, int]], took_s: float) -> Json:
+    tool_s = sorted(each for run in runs for each in run["tool_s"])
+    critical_s = sorted(run["critical_s"] for run in runs)
+    return {
+        "solved_count": sum(run["solved"] for run in runs),
+        "programs_per_hour": 3600 * len(runs) / took_s,
+        "steps_per_min": 60 * sum(run["turn_count"] for run in runs) / took_s,
+        "hit_ratio": front.cached_tokens / max(1, front.prompt_tokens),
+        "critical_s": {"mean": fmean(critical_s), "median": median(critical_s), "most": critical_s[-1]},
+        "disk_peak_bytes": max(used for _, used in disk),
+        "disk": disk[:: max(1, len(disk) // 200)],
+        "tool_s": {"mean": fmean(tool_s), "median": median(tool_s), "p95": tool_s[int(0.95 * len(tool_s))]},
+        "took_s": took_s,
+    }
+
+
+def show(results: list[Json]) -> None:
+    """Print the table."""
+    table = Table(title="Agents in sandboxes")
+    for name in (
+        *("arm", "policy", "solved", "programs/h", "steps/min", "hits", "on the critical path, mean s (most)"),
+        *("disk at peak, MB", "tool, mean s (p95)", "left"),
+    ):
+        table.add_column(name, justify="left" if name in ("arm", "policy") else "right")
+    for each in results:
+        table.add_row(
+            *(each["arm"], each["policy"], str(each["solved_count"]), f"{each['programs_per_hour']:.0f}"),
+            *(f"{each['steps_per_min']:.1f}", f"{each['hit_ratio']:.2f}"),
+            f"{each['critical_s']['mean']:.2f} ({each['critical_s']['most']:.1f})",
+            f"{each['disk_peak_bytes'] / 1e6:.0f}",
+            f"{each['tool_s']['mean']:.2f} ({each['tool_s']['p95']:.2f})",
+            " ".join(f"{count} {kind}" for kind, count in each["left"].items()),
+        )
+    Console(width=160).print(table)
+
+
+@asynccontextmanager
+async def engine_at(options: argparse.Namespace) -> AsyncIterator[str]:
+    """Yield the URL of the engine: the given one, or a simulated one that runs during the block."""
+    if options.engine_url:
+        yield options.engine_url.rstrip("/")
+        return
+    command = ("engine", "--port", "0", "--kv-tokens", str(options.kv_tokens), "--speed", str(options.speed))
+    async with thunderagent(*command, log_path=options.logs / "engine.log") as engine:
+        yield engine.url
+
+
+async def main() -> None:
+    """Run the arms one after the other."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--agents", type=int, default=24, help="agents in all")
+    parser.add_argument("--at-once", type=int, default=24, help="agents that are open at a time")
+    parser.add_argument("--sandboxes", type=int, default=6, help="sandbox_max_count of the proxy")
+    parser.add_argument("--arms", default="own-left,reused", help=f"of {', '.join(ARMS)}")
+    parser.add_argument("--policies", default="default", help="policies of the proxy; default is its own")
+    parser.add_argument("--engine-url", default="", help="a running engine; by default a simulated one is started")
+    parser.add_argument("--kv-tokens", type=int, default=16_000, help="KV pool of the simulated engine")
+    parser.add_argument("--speed", type=float, default=1.0, help="of the simulated engine")
+    parser.add_argument("--written-mb", type=int, default=30, help="what each agent writes into its sandbox")
+    parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir(), "thunderagent-agents"))
+    parser.add_argument("--name", default="agents", help="of the file of results")
+    options = parser.parse_args()
+    if unknown := set(options.arms.split(",")) - set(ARMS):
+        parser.error(f"unknown arms: {', '.join(unknown)}")
+    ensure_docker()
+    results = []
+    with DockerEngine(disk_bytes=6 * 1024**3) as docker:
+        make_python_image(docker)
+        async with engine_at(options) as engine_url:
+            for policy in options.policies.split(","):
+                for arm in options.arms.split(","):
+                    results.append(await run_arm(arm, policy, options, docker, engine_url))
+                    print(
+                        json.dumps({k: v for k, v in results[-1].items() if k != "disk"}), file=sys.stderr, flush=True
+                    )
+    show(results)
+    settings = {k: v for k, v in vars(options).items() if k not in ("logs", "name")}
+    print(save_results(options.name, {"settings": settings, "results": results}))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

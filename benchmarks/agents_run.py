@@ -1,0 +1,125 @@
+"""Run many real mini-SWE-agents in threads of one process; each prints a line of JSON with what it did.
+
+Runs in mini-SWE-agent's own environment: it reads a plan from standard input. See `benchmarks.agents`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from typing import Any
+
+from minisweagent.agents.default import DefaultAgent
+from minisweagent.config import get_config_from_spec
+from minisweagent.environments.docker import DockerEnvironment
+from minisweagent.models.litellm_model import LitellmModel
+
+from thunderagent.client import Program, program
+from thunderagent.client.mini_swe_agent import SandboxEnvironment
+
+
+class OwnEnvironment(DockerEnvironment):
+    """The package's own container, set up before the first turn; `removes`: it goes at the end."""
+
+    def __init__(self, *, setup: list[str], removes: bool, **settings: Any) -> None:
+        """Start it and wait for its setup."""
+        self._removes = removes
+        started_s = time.monotonic()
+        super().__init__(**settings)
+        for command in setup:
+            output = self.execute({"command": command}, timeout=600)
+            if output["returncode"] != 0:
+                raise RuntimeError(f"setup failed: {output}")
+        self.wait_s = time.monotonic() - started_s
+
+    def cleanup(self) -> None:
+        """Remove it, or leave it."""
+        if self._removes:
+            super().cleanup()
+
+
+def run_one(plan: dict[str, Any], number: int, started_s: float) -> dict[str, Any]:
+    """Run one agent from its begin to its release."""
+    task = plan["tasks"][number % len(plan["tasks"])]
+    own = program(f"{plan['name']}-{number}", proxy=plan["proxy"])
+    begun_s = time.monotonic()
+    config = get_config_from_spec("mini.yaml")
+    settings = config["environment"] | {"cwd": "/", "interpreter": ["sh", "-c"], "timeout": 300}
+    tool_s: list[float] = []
+    made_s = time.monotonic()
+    if plan["prepared"]:
+        settings |= {"program_id": own.program_id, "proxy": own.proxy, "template": task["name"]}
+        environment = SandboxEnvironment(**settings, sandbox_timeout_s=900)
+    else:
+        settings |= {"image": plan["image"], "run_args": ["--label", f"bench={plan['name']}"], "pull_timeout": 600}
+        environment = OwnEnvironment(**settings, setup=task["setup"], removes=plan["removes"])
+    made_s = time.monotonic() - made_s
+    execute = environment.execute
+
+    def timed(action: dict[str, Any], cwd: str = "", **options: Any) -> dict[str, Any]:
+        waited_s, tool_started_s = environment.wait_s, time.monotonic()
+        try:
+            return execute(action, cwd, **options)
+        finally:
+            tool_s.append(time.monotonic() - tool_started_s - (environment.wait_s - waited_s))
+
+    environment.execute = timed
+    try:
+        agent = DefaultAgent(_model(plan, config, own), environment, **_agent(config))
+        result = agent.run(f"TASK {task['name']}: {task['says']} The repository is /repo.")
+        turn_count = agent.n_calls
+    finally:
+        ended_s = time.monotonic()
+        own.release()
+        environment.cleanup()
+    return {
+        "number": number,
+        "task": task["name"],
+        "solved": result["exit_status"] == "Submitted" and result["submission"].strip() == "OK",
+        "turn_count": turn_count,
+        "critical_s": made_s + (environment.wait_s if plan["prepared"] else 0.0),
+        "tool_s": tool_s,
+        "begun_s": begun_s - started_s,
+        "ended_s": ended_s - started_s,
+    }
+
+
+def _model(plan: dict[str, Any], config: dict[str, Any], own: Program) -> LitellmModel:
+    settings = config["model"] | {
+        "model_name": f"hosted_vllm/{plan['model']}",
+        "model_kwargs": {"api_base": own.base_url, "timeout": 3600},
+        "cost_tracking": "ignore_errors",
+    }
+    return LitellmModel(**settings)
+
+
+def _agent(config: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config["agent"].items() if name != "mode"}
+
+
+def main() -> None:
+    """Run the plan."""
+    plan = json.load(sys.stdin)
+    started_s, printing = time.monotonic(), threading.Lock()
+    hands = threading.Semaphore(plan["at_once"])
+
+    def work(number: int) -> None:
+        with hands:
+            try:
+                said = run_one(plan, number, started_s)
+            except Exception as error:
+                said = {"number": number, "error": repr(error)}
+        with printing:
+            print(json.dumps(said), flush=True)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(plan["agents_count"])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,380 @@
+"""Checks on vLLM's real scheduler; run in vLLM's environment: `python in_vllm.py MODEL_FOLDER [CHECK...]`.
+
+Each check is a function; the script prints a line of JSON for each, and ends with 1 if one failed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from harness import Engine, hash_of, step_costs, token_of
+
+MODEL = sys.argv[1]
+COST_PAIRS = int(os.environ.get("COST_PAIRS", "3"))
+
+
+def words(seed: int, count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(50, 1950) for _ in range(count)]
+
+
+def until_idle(engine: Engine, most_steps: int = 20_000) -> list[str]:
+    ended = []
+    for _ in range(most_steps):
+        if not engine.scheduler.has_unfinished_requests():
+            return ended
+        ended += engine.step()
+    raise AssertionError(f"not idle after {most_steps} steps")
+
+
+def told(engine: Engine, *ops: Any) -> dict[str, Any]:
+    return engine.scheduler.thunderagent_tell(list(ops))
+
+
+def check_order() -> dict[str, Any]:
+    """A short prompt does not wait behind long ones, and a pinned program goes before new ones."""
+    firsts = {}
+    for name, settings in (("stock", None), ("plugin", {})):
+        engine = Engine(MODEL, settings, blocks=600, budget=512)
+        for number in range(2):
+            engine.add(f"long{number}", words(number, 6000), 8, f"long{number}")
+        engine.step()
+        engine.add("short", words(9, 100), 8, "short")
+        while not engine.outputs.get("short"):
+            engine.step()
+        firsts[name] = engine.now_s
+        until_idle(engine)
+    assert firsts["plugin"] < firsts["stock"] / 2, firsts
+    return firsts
+
+
+def check_quanta() -> dict[str, Any]:
+    """With the preset mars the chunks of a long prompt are its level's quantum, and it falls a level."""
+    engine = Engine(MODEL, {"preset": "mars"}, blocks=600, budget=2048)
+    chunks: list[int] = []
+    engine.step_hook = lambda output: chunks.append(output.num_scheduled_tokens.get("long", 0))
+    engine.add("talker", words(2, 40), 60, "talker")
+    engine.step()
+    engine.add("long", words(1, 6000), 4, "long")
+    until_idle(engine)
+    seen = [each for each in chunks if each > 1]
+    assert seen[:4] == [1024, 512, 256, 256], seen  # level 1 first
+    return {"chunks": seen[:6]}
+
+
+def check_pins() -> dict[str, Any]:
+    """A program whose tool runs keeps its blocks through a flood; stock loses them. The last turn lets them go."""
+    found = {}
+    for name, settings in (("stock", None), ("plugin", {})):
+        engine = Engine(MODEL, settings, blocks=130)
+        prompt = words(1, 970)
+        engine.add("a-1", prompt, 4, "a", hold_s=60)
+        until_idle(engine)
+        for number in range(12):
+            engine.add(f"flood{number}", words(100 + number, 900), 4, f"flood{number}")
+        until_idle(engine)
+        before = engine.hit_tokens
+        engine.add("a-2", [*prompt, *engine.outputs["a-1"], *words(3, 50)], 4, "a", hold_s=0)
+        until_idle(engine)
+        found[name] = engine.hit_tokens - before
+        if settings is not None:
+            report = told(engine)
+            assert "a" not in report["pins"], report
+            assert report["turns_total"]["warm"] == 1, report
+    assert found["stock"] == 0, found
+    assert found["plugin"] >= 960, found
+    return found
+
+
+def check_expiry_and_reset() -> dict[str, Any]:
+    """Pins end with their deadline; aborted requests leave none; a reset of the prefix cache works with pins held."""
+    engine = Engine(MODEL, {}, blocks=200)
+    empty = engine.free_blocks
+    for number in range(3):
+        engine.add(f"r{number}", words(number, 300), 4, f"p{number}", hold_s=20 * (number + 1))
+    until_idle(engine)
+    assert sorted(told(engine)["pins"]) == ["p0", "p1", "p2"]
+    engine.now_s += 25
+    assert sorted(told(engine)["pins"]) == ["p1", "p2"]
+    assert told(engine, ["pause", "p1"])["done"] == 1
+    held = empty - engine.free_blocks
+    assert held == told(engine)["blocks"]["pinned"] == 9, held
+    assert engine.scheduler.reset_prefix_cache()
+    assert engine.free_blocks == empty
+    assert told(engine)["blocks"]["pinned"] == 0
+    engine.add("gone", words(7, 300), 50, "gone")
+    engine.step()
+    engine.abort("gone")
+    engine.step()
+    assert engine.free_blocks == empty
+    engine.add("running", words(8, 300), 50, "x")
+    engine.step()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    until_idle(engine)
+    assert engine.outputs["running"] == [token_of("running", place) for place in range(50)]
+    return {"pinned_blocks": held}
+
+
+def check_shrinking() -> dict[str, Any]:
+    """When blocks are short, a chunk shrinks before a pin goes, and a pin goes before a request is preempted."""
+    engine = Engine(MODEL, {"preset": "mars", "first_level_tokens": 500}, blocks=100, budget=1024)
+    engine.add("a", words(1, 640), 4, "a", hold_s=500)
+    until_idle(engine)
+    seen: list[tuple[int, int, int]] = []
+
+    def look(_output: Any) -> None:
+        report = told(engine)
+        seen.append(
+            (
+                report["chunks_total"]["shrunk"],
+                report["pins_total"].get("given_back", 0),
+                sum(report["preemptions_total"].values()),
+            )
+        )
+
+    engine.step_hook = look
+    # Each fits when it comes, but not both: half of the budget each, their level's quantum.
+    for name in ("one", "two"):
+        engine.add(name, words(hash_of(name), 1900), 4, name)
+    until_idle(engine)
+    firsts = [next((number for number, each in enumerate(seen) if each[place]), 10**9) for place in range(3)]
+    assert firsts[0] < firsts[1] < firsts[2], (firsts, seen)
+    for each in ("one", "two"):
+        assert engine.outputs[each] == [token_of(each, place) for place in range(4)]
+    return {"first_steps": firsts, "shrunk": seen[-1][0], "preempted": seen[-1][2]}
+
+
+def check_no_wedge() -> dict[str, Any]:
+    """A prompt that needs nearly all of the pool runs although older programs hold it."""
+    engine = Engine(MODEL, {}, blocks=100)
+    for number in range(3):
+        engine.add(f"r{number}", words(number, 800), 4, f"p{number}", hold_s=600)
+        until_idle(engine)
+    begun_s = engine.now_s
+    engine.add("big", words(9, 2900), 8, "big")
+    until_idle(engine)
+    return {"waited_s": round(engine.now_s - begun_s, 2)}
+
+
+def history(  # noqa: C901 - one history, in order
+    seed: int, settings: dict[str, Any] | None, *, fault: str | None = None
+) -> tuple[Engine, dict[str, int]]:
+    """Run random requests: siblings, aborts, resets, hints, messages; return the engine and what each asked for."""
+    rng = random.Random(seed)
+    engine = Engine(
+        MODEL,
+        settings,
+        blocks=rng.choice([70, 120, 250, 400]),
+        budget=rng.choice([64, 256, 2048]),
+        caching=rng.random() < 0.8,
+        policy=rng.choice(["fcfs", "priority"]),
+        seqs=rng.choice([3, 16, 64]),
+        is_async=rng.random() < 0.5,
+    )
+    if fault is not None:
+        _break(engine, fault, rng.randint(1, 40))
+    empty = engine.free_blocks
+    asked: dict[str, int] = {}
+    aborted: set[str] = set()
+    ended: set[str] = set()
+    contexts: dict[str, list[int]] = {}
+    for number in range(60):
+        program = f"p{rng.randrange(8)}"
+        context = contexts.setdefault(program, words(rng.randrange(1000), rng.randint(20, 500)))
+        if len(context) > 1200:
+            del context[200:]
+        request_id = f"r{number}"
+        asked[request_id] = rng.randint(1, 40)
+        hold_s = rng.choice([None, None, 0, 3.0, 500.0])
+        named = program if rng.random() < 0.8 else None
+        engine.add(request_id, list(context), asked[request_id], named, rng.choice([0, 0, 1, -1]), hold_s)
+        context += words(number, rng.randint(1, 300))
+        for _ in range(rng.randrange(12)):
+            ended.update(engine.step())
+        if rng.random() < 0.1:
+            live = [each for each in asked if each not in ended and each not in aborted]
+            if live:
+                aborted.add(rng.choice(live))
+                for each in live:
+                    if each in aborted:
+                        engine.abort(each)
+        if rng.random() < 0.05:
+            engine.scheduler.reset_prefix_cache(reset_running_requests=rng.random() < 0.5 and not engine.is_async)
+        if rng.random() < 0.2 and settings is not None:
+            told(engine, [rng.choice(["release", "pause", "hold"]), program, rng.choice([0, 5, 500])])
+        engine.now_s += rng.choice([0, 0, 0.5, 40])
+    ended.update(until_idle(engine))
+    assert ended | aborted == set(asked), set(asked) - ended - aborted
+    for request_id, count in asked.items():
+        got = engine.outputs.get(request_id, [])
+        expected = [token_of(request_id, place) for place in range(count)]
+        assert got == expected[: len(got)], request_id
+        assert request_id in aborted or len(got) == count, request_id
+    engine.step()
+    if settings is not None:
+        engine.scheduler.agents.pins.drop_all()
+        assert not engine.scheduler.agents.calls or not engine.scheduler._on
+    assert engine.free_blocks == empty, (engine.free_blocks, empty)
+    return engine, asked
+
+
+HOOKS = (
+    "arrived", "begin_step", "chunk_tokens", "started", "read", "preempted", "ended", "waiting_key", "running_key",
+    "pins_to_take", "victim_key", "tell",
+)  # fmt: skip
+
+
+def _break(engine: Engine, hook: str, calls: int) -> None:
+    """Have a decision raise at its n-th call and after."""
+    agents = engine.scheduler.agents
+    stock, left = getattr(agents, hook), [calls]
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        if left[0] <= 0:
+            raise RuntimeError(f"fault in {hook}")
+        return stock(*args, **kwargs)
+
+    setattr(agents, hook, broken)
+
+
+def check_histories() -> dict[str, Any]:
+    """On random histories each request gets its tokens once, all blocks return, nothing wedges; nothing fails inside."""
+    rng = random.Random(5)
+    counts = {"histories": 0, "preemptions": 0, "shrunk": 0, "bounded": 0, "given_back": 0, "kept": 0}
+    for seed in range(60):
+        settings = {
+            "preset": rng.choice([None, "mars"]),
+            "mode": rng.choice(["on", "on", "on", "watch"]),
+            "order": rng.random() < 0.85,
+            "pin_share": rng.choice([0.3, 0.9]),
+            "starve_s": rng.choice([1, 120]),
+            "first_level_tokens": rng.choice([100, 2048]),
+        }
+        engine, _ = history(seed, settings)
+        report = told(engine)
+        assert report["on"], (seed, settings)
+        assert report["failures_total"] == 0, (seed, settings)
+        counts["histories"] += 1
+        counts["preemptions"] += sum(report["preemptions_total"].values())
+        counts["shrunk"] += report["chunks_total"]["shrunk"]
+        counts["bounded"] += report["chunks_total"]["bounded"]
+        counts["given_back"] += report["pins_total"].get("given_back", 0)
+        counts["kept"] += report["pins_total"].get("kept", 0)
+    assert min(counts.values()) > 0, counts
+    return counts
+
+
+def check_faults() -> dict[str, Any]:
+    """Whatever hook fails, no request is lost and the stock scheduler goes on."""
+    import logging
+
+    logging.getLogger("vllm.thunderagent").setLevel(logging.CRITICAL)
+    failed = 0
+    for number, hook in enumerate(HOOKS * 4):
+        engine, _ = history(1000 + number, {"first_level_tokens": 100, "preset": "mars"}, fault=hook)
+        report = told(engine)
+        assert report["failures_total"] <= 2, (hook, report)
+        if report["failures_total"]:
+            failed += 1
+            assert not report["on"], hook
+            assert report["blocks"]["pinned"] == 0
+            assert type(engine.scheduler.waiting).__module__.startswith("vllm."), hook
+    assert failed >= len(HOOKS), failed
+    return {"histories": len(HOOKS) * 4, "failed": failed}
+
+
+def check_factory() -> dict[str, Any]:
+    """The factory takes vLLM's own scheduler where it must, and says why."""
+    from harness import config_of
+    from thunderagent_vllm import scheduler, surface
+    from vllm.v1.engine.core import EngineCore
+
+    config = config_of(MODEL, 200, 32, 2048, True, "fcfs", 16)
+    engine = Engine(MODEL, None)
+    arguments = {
+        "kv_cache_config": engine.scheduler.kv_cache_config,
+        "structured_output_manager": engine.scheduler.structured_output_manager,
+        "block_size": 32,
+    }
+
+    class Core:
+        def __init__(self, **settings: Any) -> None:
+            config.additional_config = {"thunderagent": settings}
+            self.scheduler = scheduler.Scheduler(vllm_config=config, **arguments)
+
+        report = EngineCore.thunderagent_programs if hasattr(EngineCore, "thunderagent_programs") else None
+
+    def report(core: Core) -> dict[str, Any]:
+        return EngineCore.thunderagent_programs(core, [])
+
+    assert report(Core())["on"]
+    off = report(Core(mode="off"))
+    assert (off["on"], off["why_not"]) == (False, "its mode is off")
+    tried = surface.TRIED
+    try:
+        surface.TRIED = ()
+        assert "was not tried" in report(Core())["why_not"]
+        assert report(Core(mode="force"))["on"]
+    finally:
+        surface.TRIED = tried
+    hooks = dict(surface.HOOKS)
+    try:
+        surface.HOOKS["a_method_of_the_future"] = 1
+        assert "Scheduler.a_method_of_the_future" in report(Core())["why_not"]
+    finally:
+        surface.HOOKS.clear()
+        surface.HOOKS.update(hooks)
+    config.additional_config = {}
+    return {"vllm": report(Core())["vllm"]}
+
+
+def check_step_cost() -> dict[str, Any]:
+    """What a step with 64 generating requests costs, beside stock: the median of pairs, in process time.
+
+    `quiet`: nobody waits; `waiting`: eight that do not fit wait.
+    """
+    found: dict[str, Any] = {}
+    for name, waiting in (("quiet", 0), ("waiting", 8)):
+        ratios, stock_us = [], []
+        for _ in range(COST_PAIRS):
+            stock = step_costs(MODEL, 64, 100, None, waiting=waiting)
+            ours = step_costs(MODEL, 64, 100, {}, waiting=waiting)
+            ratios.append(ours / stock)
+            stock_us.append(stock * 1e6)
+        found[name] = {
+            "stock_us": round(min(stock_us)),
+            "ratio": round(statistics.median(ratios), 3),
+            "ratios": [round(each, 3) for each in sorted(ratios)],
+        }
+    return found
+
+
+CHECKS = {name.removeprefix("check_"): each for name, each in list(globals().items()) if name.startswith("check_")}
+
+
+def main() -> int:
+    failed = 0
+    for name in sys.argv[2:] or CHECKS:
+        begun_s = time.monotonic()
+        try:
+            found: dict[str, Any] = {"ok": True, "found": CHECKS[name]()}
+        except Exception:
+            failed += 1
+            found = {"ok": False, "error": traceback.format_exc()}
+        print(json.dumps({"check": name, **found, "took_s": round(time.monotonic() - begun_s, 2)}), flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

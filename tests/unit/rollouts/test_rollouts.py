@@ -1,0 +1,427 @@
+"""Rollouts are exact: chains rebuild, each sampled token has one owner, and bounds hold without silent loss."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thunderagent.rollouts.lineage import MAX_CHAINS_COUNT, Lineage, common_tokens
+from thunderagent.rollouts.records import (
+    Output,
+    Rollout,
+    Span,
+    Turn,
+    block_of,
+    frame_of,
+    from_planes,
+    in_planes,
+    logprob_bytes,
+    logprob_values,
+    token_bytes,
+    token_ids,
+    turns_in,
+)
+from thunderagent.rollouts.samples import Sample, samples_of
+from thunderagent.rollouts.segments import Segments
+from thunderagent.rollouts.table import Answered, Entry, Table
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+IDS = st.lists(st.integers(0, 2**31 - 1), max_size=50)
+
+
+def table(memory_bytes: int = 2**30, keep_s: float = 100.0, turns_count: int = 1000) -> Table:
+    return Table(memory_bytes=memory_bytes, keep_s=keep_s, turns_count=turns_count)
+
+
+def rollout(program_id: str = "a", generation: int = 1, **fields: object) -> Rollout:
+    return Rollout(program_id=program_id, generation=generation, **fields)  # type: ignore[arg-type]
+
+
+def add(
+    to: Table,
+    prompt: list[int],
+    *outputs: list[int],
+    of: Rollout | None = None,
+    has_answers: bool = True,
+    **said: object,
+) -> Turn:
+    """Record a turn whose tokens have the log probability of minus their id, and return its record."""
+    packed = [
+        Output(in_planes(token_bytes(ids)), in_planes(logprob_bytes([-float(each) for each in ids])), "stop")
+        for ids in outputs
+    ]
+    for output in packed:
+        output.finish = str(said.pop("finish", "stop"))
+    turn = Turn(seq=0, tries_count=1, outcome="finished", **said)  # type: ignore[arg-type]
+    template = of or rollout()
+    to.granted(template)
+    to.record(template, turn, Answered(prompt, packed, [token_bytes(ids) for ids in outputs]), has_answers=has_answers)
+    return turn
+
+
+def samples(of: Table, program_id: str = "a") -> list[Sample]:
+    entry = of.find(program_id)
+    assert entry is not None
+    return samples_of(turns_of(entry))
+
+
+def turns_of(entry: Entry) -> list[Turn]:
+    return list(turns_in(entry.blocks, entry.frames))
+
+
+# --- records
+
+
+@given(IDS)
+def test_tokens_come_back_as_they_were(ids: list[int]) -> None:
+    """Through bytes and planes."""
+    assert token_ids(from_planes(in_planes(token_bytes(ids)))) == ids
+
+
+@given(st.lists(st.floats(-100, 0, width=32), max_size=50))
+def test_log_probabilities_come_back_as_they_were(values: list[float]) -> None:
+    """Every bit of the 32 that engines compute."""
+    assert logprob_values(from_planes(in_planes(logprob_bytes(values)))) == values
+
+
+def test_turns_come_back_from_blocks_and_frames() -> None:
+    """In order."""
+    made = [Turn(seq=number, outputs=[Output(b"x", b"y", "stop", [Span("7", 0, 1)])]) for number in range(5)]
+    frames = [frame_of(turn) for turn in made]
+    assert list(turns_in([block_of(frames[:2]), block_of(frames[2:4])], frames[4:])) == made
+    with pytest.raises(ValueError, match="broken"):
+        list(turns_in([b"no block"]))
+
+
+def test_random_tokens_take_less_than_six_bytes() -> None:
+    """With log probabilities; prompts need less."""
+    rng = random.Random(1)
+    ids = [rng.randrange(150_000) for _ in range(2000)]
+    logprobs = [-rng.expovariate(1.0) for _ in ids]
+    turn = Turn(seq=0, outputs=[Output(in_planes(token_bytes(ids)), in_planes(logprob_bytes(logprobs)))])
+    assert len(block_of([frame_of(turn)])) <= 6 * len(ids)
+
+
+# --- lineage
+
+
+@given(IDS, IDS)
+def test_common_beginning_is_the_longest(one: list[int], other: list[int]) -> None:
+    """Found by halving, equal to what a loop finds."""
+    count = 0
+    while count < min(len(one), len(other)) and one[count] == other[count]:
+        count += 1
+    assert common_tokens(token_bytes(one), token_bytes(other)) == count
+
+
+def test_links() -> None:
+    """Each says how a prompt goes on from what was before."""
+    to = table()
+    assert add(to, [1, 2, 3], [4, 5], has_answers=False).link == "root"
+    second = add(to, [1, 2, 3, 4, 5, 6], [7, 8])
+    assert (second.link, second.parent, second.shared_tokens) == ("extends", 0, 5)
+    fork = add(to, [1, 2, 3, 4, 5, 9], [10])
+    assert (fork.link, fork.parent, fork.shared_tokens) == ("extends", 0, 5)
+    drift = add(to, [1, 2, 3, 4, 5, 6, 7, 99, 11], [12])
+    assert (drift.link, drift.parent, drift.shared_tokens) == ("drift", 1, 7)
+    dropped = add(to, [1, 2, 3, 4, 5, 6, 50], [51])
+    assert (dropped.link, dropped.parent, dropped.shared_tokens) == ("drift", 1, 6)
+    assert add(to, [1, 2, 77], [5], has_answers=True).link == "rewritten"
+    assert add(to, [1, 2, 78], [5], has_answers=False).link == "root"
+    assert add(to, [90], [91], has_answers=True).link == "rewritten"
+    assert [sample.link for sample in samples(to)] == [
+        "root",
+        "extends",
+        "drift",
+        "drift",
+        "rewritten",
+        "root",
+        "rewritten",
+    ]
+
+
+def test_same_prompt_again_is_a_fork() -> None:
+    """Sampled twice from the same prompt, nothing drifts."""
+    to = table()
+    add(to, [1, 2], [3])
+    add(to, [1, 2, 3, 4], [5])
+    again = add(to, [1, 2, 3, 4], [6])
+    assert (again.link, again.parent, again.shared_tokens) == ("extends", 0, 3)
+
+
+def test_chains_are_bounded() -> None:
+    """The one that was longest not extended is forgotten."""
+    lineage = Lineage()
+    for number in range(3 * MAX_CHAINS_COUNT):
+        lineage.place(number, token_bytes([number, 1]), [token_bytes([2])], has_answers=False)
+    assert lineage.size_bytes == MAX_CHAINS_COUNT * 3 * 4
+    assert lineage.place(1000, token_bytes([0, 1, 2, 3]), [], has_answers=True).link == "rewritten"
+
+
+# --- samples
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 9), st.sampled_from(["on", "fork", "drift", "new", "lost"]), IDS, IDS), max_size=12
+    )
+)
+def test_any_history_rebuilds_and_each_sampled_token_has_one_owner(
+    history: list[tuple[int, str, list[int], list[int]]],
+) -> None:
+    """Whatever goes on from whatever: records rebuild every prompt, and samples have each output once, unmasked."""
+    to, prompts, ends = table(), [], [[1]]
+    for at, how, new, output in history:
+        before = ends[at % len(ends)]
+        prompt = {
+            "on": before + new,
+            "fork": before[: max(1, len(before) // 2)] + new,
+            "drift": [*before[:-1], 7, *new],
+            "new": [9, *new],
+            "lost": before,
+        }[how]
+        kept = how != "lost"
+        add(to, prompt, output, kept=kept)
+        prompts.append((prompt, output, kept))
+        ends.append(prompt + output)
+    entry = to.find("a")
+    if entry is None:
+        return
+    made = samples_of(turns_of(entry))
+    known: dict[int, list[int]] = {}
+    for turn, (prompt, output, _) in zip(turns_of(entry), prompts, strict=True):
+        parent = known.get(turn.parent, [])
+        assert parent[: turn.shared_tokens] + token_ids(from_planes(turn.prompt_new)) == prompt
+        known[turn.seq] = prompt + output
+    owned = [seq for sample in made for seq in sample.turns]
+    assert sorted(owned) == [seq for seq, (_, _, kept) in enumerate(prompts) if kept]
+    for sample in made:
+        last = prompts[sample.turns[-1]]
+        assert sample.ids == last[0] + last[1]
+        assert sum(sample.mask) == sum(len(prompts[seq][1]) for seq in sample.turns)
+        assert sample.logprobs is not None
+        for token, mask, logprob in zip(sample.ids, sample.mask, sample.logprobs, strict=True):
+            assert logprob == pytest.approx(-float(token) * mask)
+
+
+def test_conversation_is_one_sample() -> None:
+    """Its outputs bear loss, its prompts do not."""
+    to = table()
+    add(to, [1, 2], [3, 4], has_answers=False)
+    add(to, [1, 2, 3, 4, 5], [6])
+    (sample,) = samples(to)
+    assert sample.ids == [1, 2, 3, 4, 5, 6]
+    assert sample.mask == [0, 0, 1, 1, 0, 1]
+    assert sample.logprobs == [0, 0, -3, -4, 0, -6]
+    assert (sample.prompt_tokens, sample.turns) == (2, [0, 1])
+
+
+def test_aborted_fragment_bears_loss_only_if_it_is_continued() -> None:
+    """A trainer's abort is no end that the policy chose."""
+    to = table()
+    add(to, [1, 2], [3], finish="abort")
+    (sample,) = samples(to)
+    assert sample.mask == [0, 0, 0]
+    add(to, [1, 2, 3], [4], finish="stop")
+    (sample,) = samples(to)
+    assert sample.mask == [0, 0, 1, 1]
+
+
+def test_retried_turn_counts_once() -> None:
+    """The attempt whose answer its client did not get is in no sample."""
+    to = table()
+    add(to, [1, 2], [3], kept=False)
+    add(to, [1, 2], [8])
+    (sample,) = samples(to)
+    assert sample.ids == [1, 2, 8]
+
+
+def test_several_choices_are_several_samples() -> None:
+    """The first goes on, and the others if they are continued."""
+    to = table()
+    add(to, [1], [2], [3])
+    second = add(to, [1, 3, 4], [5])
+    assert (second.parent, second.parent_choice) == (0, 1)
+    assert [sample.ids for sample in samples(to)] == [[1, 2], [1, 3, 4, 5]]
+
+
+# --- what is said of a rollout
+
+
+def test_verdicts_and_gaps_mask_a_rollout() -> None:
+    """A hole, an infrastructure's failure and an abort; not an agent's error."""
+    to = table()
+    add(to, [1], [2])
+    entry = to.find("a")
+    assert entry is not None
+    assert not entry.rollout.mask_sample
+    to.record(rollout(), Turn(seq=0, verdict="agent_error", tries_count=1), Answered(), has_answers=True)
+    assert not entry.rollout.mask_sample
+    to.record(
+        rollout(),
+        Turn(seq=0, verdict="infrastructure_failed", tries_count=1, missing="no_ids"),
+        Answered(),
+        has_answers=True,
+    )
+    assert entry.rollout.mask_sample
+    assert not entry.rollout.complete
+
+
+def test_turn_that_was_granted_and_not_recorded_makes_it_incomplete() -> None:
+    """Nothing is silently shorter."""
+    to = table()
+    add(to, [1], [2])
+    to.granted(rollout())
+    entry = to.ended("a", 1, "success", 5.0)
+    assert entry is not None
+    assert not entry.rollout.complete
+    assert entry.rollout.outcome == "success"
+
+
+def test_id_that_lives_again_is_another_rollout() -> None:
+    """Each incarnation has its own, and the last one is the default."""
+    to = table()
+    add(to, [1], [2])
+    to.ended("a", 1, "", 1.0)
+    add(to, [3], [4], of=rollout(generation=2))
+    assert [each.rollout.generation for each in (to.find("a"), to.find("a", 1)) if each is not None] == [2, 1]
+    assert to.ended("a", 1, "", 2.0) is None
+
+
+# --- bounds
+
+
+def test_ended_ones_are_dropped_when_memory_is_short_those_that_were_read_first() -> None:
+    """The reason is remembered, and the sum stays right."""
+    to = table(memory_bytes=40_000)
+    for number in range(30):
+        name = f"p{number}"
+        add(to, list(range(500)), [1], of=rollout(name))
+        ended = to.ended(name, 1, "", 1.0)
+        assert ended is not None
+        ended.was_read = number == 5
+        if number == 6:
+            assert to.find("p5") is not None or to.why_dropped("p5")
+    assert to.size_bytes <= 40_000
+    assert to.find("p29") is not None
+    assert to.find("p0") is None
+    assert to.why_dropped("p0") == "memory was short"
+    kept = [each for each in (to.find(f"p{number}") for number in range(30)) if each is not None]
+    assert to.size_bytes == sum(each.size_bytes for each in kept)
+
+
+def test_live_program_without_room_is_recorded_without_tokens() -> None:
+    """It is incomplete, not shorter."""
+    to = table(memory_bytes=30_000)
+    for _ in range(30):
+        last = add(to, list(range(1000)), [1])
+    assert last.missing == "too_large"
+    assert to.size_bytes < 60_000
+    entry = to.find("a")
+    assert entry is not None
+    assert (entry.rollout.turns_count, entry.rollout.complete) == (30, False)
+
+
+def test_rollouts_expire() -> None:
+    """When the next program ends."""
+    to = table(keep_s=10)
+    for name, ended_at in (("a", 0.0), ("b", 11.0)):
+        add(to, [1], [2], of=rollout(name))
+        to.ended(name, 1, "", ended_at)
+    assert (to.find("a"), to.why_dropped("a")) == (None, "it ended too long ago")
+    assert to.find("b") is not None
+
+
+def test_group_and_tenant_select() -> None:
+    """In the order of ending, after a number."""
+    to = table()
+    for name, group, tenant in (("a", "g", "x"), ("b", "g", "y"), ("c", "h", "x"), ("d", "g", "x")):
+        add(to, [1], [2], of=rollout(name, group_id=group, tenant=tenant))
+        to.ended(name, 1, "", 1.0)
+    found = [each.rollout.program_id for each in to.ended_after(0, group_id="g", tenant="x")]
+    assert found == ["a", "d"]
+    assert [each.rollout.seq for each in to.ended_after(2, group_id=None, tenant=None)] == [3, 4]
+
+
+def test_packed_records_replace_frames() -> None:
+    """What came meanwhile stays after them."""
+    to = table()
+    add(to, [1], [2])
+    entry = to.find("a")
+    assert entry is not None
+    assert to.to_pack(entry) == []
+    add(to, [1, 2, 3], [4])
+    to.packed(entry, 1, block_of(entry.frames[:1]))
+    assert [turn.seq for turn in turns_of(entry)] == [0, 1]
+    assert to.size_bytes == entry.measure()
+
+
+# --- disk
+
+
+def test_rollouts_are_found_again_on_disk(tmp_path: Path) -> None:
+    """By another process, up to one that was cut off."""
+    folder = tmp_path / "rollouts"
+    segments = Segments(folder, 10**9)
+    blocks = [block_of([frame_of(Turn(seq=0))]), block_of([frame_of(Turn(seq=1))])]
+    stored, deleted = segments.append(rollout(seq=1), blocks)
+    segments.append(rollout("b", seq=2), blocks)
+    segments.close()
+    (path,) = folder.iterdir()
+    path.write_bytes(path.read_bytes()[:-1])
+    again = Segments(folder, 10**9)
+    assert [(each.program_id, where) for each, where in again.found()] == [("a", stored)]
+    assert list(turns_in(again.read(stored))) == [Turn(seq=0), Turn(seq=1)]
+    assert deleted == []
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_oldest_file_is_deleted_when_disk_is_short(tmp_path: Path) -> None:
+    """Its rollouts are dropped with that reason."""
+    segments, to = Segments(tmp_path / "r", 4000, segment_bytes=1000), table()
+    for number in range(60):
+        name = f"p{number}"
+        add(to, [1], [2], of=rollout(name))
+        entry = to.ended(name, 1, "", 1.0)
+        assert entry is not None
+        stored, deleted = segments.append(entry.rollout, [block_of(entry.frames)])
+        to.stored(entry, stored)
+        for segment in deleted:
+            to.drop_segment(segment)
+    assert segments.size_bytes <= 5000
+    assert to.why_dropped("p0") == "the disk was full"
+    last = to.find("p59")
+    assert last is not None
+    assert last.stored is not None
+    assert len(list(turns_in(segments.read(last.stored)))) == 1
+    segments.close()
+
+
+def test_files_without_anything_kept_are_deleted(tmp_path: Path) -> None:
+    """What expired, or was deleted, does not lie there until the disk is full."""
+    segments = Segments(tmp_path / "r", 10**9, segment_bytes=1000)
+    block = [block_of([frame_of(Turn(seq=0))])]
+    numbers = [segments.append(rollout(seq=number), block)[0].segment for number in range(60)]
+    segments.delete_except({numbers[0], numbers[-1]})
+    assert len(list((tmp_path / "r").iterdir())) == 2
+    segments.append(rollout(seq=61), block)
+    segments.delete_except(set())
+    assert len(list((tmp_path / "r").iterdir())) >= 2
+    segments.close()
+
+
+def test_folder_that_others_may_read_is_refused(tmp_path: Path) -> None:
+    """Token ids are prompts."""
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o755)
+    with pytest.raises(PermissionError, match="chmod 700"):
+        Segments(folder, 1000)

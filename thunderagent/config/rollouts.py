@@ -1,0 +1,40 @@
+"""Rollouts: what is recorded of each program's turns, and how much is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from thunderagent.config.slices import Slice
+
+
+class Rollouts(Slice):
+    """Rollouts."""
+
+    rollouts: Literal["ids", "logprobs"] | None = Field(
+        None,
+        description="record each program's turns with their token ids, or with log probabilities too, as GET "
+        "/programs/ID/trajectory returns them; off by default",
+    )
+    rollout_dir: Path | None = Field(
+        None,
+        description="folder for rollouts of ended programs, which only its owner may read; by default they stay in "
+        "memory",
+    )
+    rollout_memory_bytes: int = Field(
+        512 * 2**20,
+        ge=2**20,
+        description="most bytes of rollouts in memory: beyond it ended ones are dropped, first those that were read, "
+        "then turns are recorded without tokens",
+    )
+    rollout_disk_bytes: int = Field(
+        20 * 2**30, ge=2**20, description="most bytes of rollouts in rollout_dir: beyond it the oldest are deleted"
+    )
+    rollout_keep_s: float = Field(
+        3600.0, gt=0, description="how long a rollout is kept after its program's end, in seconds"
+    )
+    rollout_turns_count: int = Field(
+        10_000, ge=1, description="turns of a program that are recorded with tokens; further ones without"
+    )

@@ -1,0 +1,593 @@
+"""Asks an engine for the tokens of a turn, reads them from its answer, and takes out again what only we asked for.
+
+Theory of operation
+===================
+What is asked for depends on the engine kind and the API (`_ASKS`). A field that the client gave itself is left as it
+is, and its part of the answer stays. Of all that was added, the answer gets back what the engine would have written
+without it: `null`, or nothing. Bytes are only cut and replaced, at members found by their exact spelling: a quote
+within a text is escaped, so a quoted key with its colon is never part of a text.
+
+A stream is edited event by event. An event that exists only because of what was asked is left out: SGLang's event of
+the ids, and chunks without text in which an engine would have sent nothing.
+
+What an engine does not say is missing, and nothing is guessed. An answer that cannot be read passes unchanged.
+"""
+
+# interpreted: msgspec reads the types of its structs, which a compiled class does not keep
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
+from msgspec import Raw, Struct
+
+from thunderagent.proxy.reading.json_splice import set_value
+from thunderagent.proxy.reading.sse import UNREADABLE, data_of, end_of_last_event, events_in
+
+CHAT: Final = "/v1/chat/completions"
+COMPLETIONS: Final = "/v1/completions"
+RESPONSES: Final = "/v1/responses"
+GENERATE: Final = "/generate"
+TOKENS: Final = "/inference/v1/generate"
+
+MAX_PENDING_BYTES: Final = 16 * 2**20
+"""A stream with a longer event passes unchanged from then on."""
+
+
+class OutputRead(Struct):
+    """One choice as the engine reported it."""
+
+    ids: list[int] = []
+    logprobs: list[float] = []
+    finish: str = ""
+    spans: list[tuple[str, int, int]] = []
+
+
+class Captured(Struct):
+    """What an answer said of its tokens. `prompt` is None if it did not say it."""
+
+    prompt: list[int] | None = None
+    outputs: dict[int, OutputRead] = {}
+    cached_tokens: int | None = None
+    is_unreadable: bool = False
+    was_undone: bool = True
+    """Whether all that was added could be taken out."""
+
+
+# --- what is asked
+
+
+class Asked(NamedTuple):
+    """A body for the engine, with what was added to it."""
+
+    body: bytes
+    headers: tuple[tuple[str, str], ...] = ()
+    ids_added: bool = False
+    logprobs_added: bool = False
+
+
+class _Ask(NamedTuple):
+    """How one API of an engine kind is asked: members to put into the body, and headers."""
+
+    ids: tuple[tuple[str, bytes], ...] = ()
+    logprobs: tuple[str, bytes] | None = None
+    headers: tuple[tuple[str, str], ...] = ()
+    nested: bool = False
+    """Whether the log probabilities are asked for within `sampling_params`."""
+
+
+_SGLEXT: Final = (
+    ("X-Sglext-Return-Input-Ids", "1"),
+    ("X-Sglext-Return-Output-Ids", "1"),
+    ("X-Sglext-Ids-Framed", "1"),
+)
+_RETURN_IDS: Final = (("return_token_ids", b"true"),)
+
+_ASKS: Final[dict[tuple[str, str], _Ask]] = {
+    ("vllm", CHAT): _Ask(_RETURN_IDS, ("logprobs", b"true")),
+    ("vllm", COMPLETIONS): _Ask(_RETURN_IDS, ("logprobs", b"0")),
+    ("vllm", TOKENS): _Ask(_RETURN_IDS, ("logprobs", b"0"), nested=True),
+    ("vllm", RESPONSES): _Ask((("enable_response_messages", b"true"),)),
+    ("sglang", CHAT): _Ask((), ("logprobs", b"true"), _SGLEXT),
+    ("sglang", COMPLETIONS): _Ask(_RETURN_IDS, ("logprobs", b"0")),
+    ("sglang", GENERATE): _Ask((("return_prompt_token_ids", b"true"),), ("return_logprob", b"true")),
+}
+
+_ECHO: Final = re.compile(rb'"echo"\s*:\s*(?!false|null)')
+_SAMPLING: Final = re.compile(rb'"sampling_params"\s*:\s*\{\s*(?P<empty>\})?')
+
+
+def ask(kind: str, path: str, body: bytes, *, logprobs: bool) -> Asked | None:
+    """Return a body that asks for tokens, and for log probabilities if wanted; None if this API cannot be asked.
+
+    `body` is a JSON object. A text that is to be echoed is not asked for: the engine would write another answer.
+    """
+    how = _ASKS.get((kind, path))
+    if how is None or (path == COMPLETIONS and _ECHO.search(body)):
+        return None
+    ids_added = logprobs_added = bool(how.headers)
+    for name, value in how.ids:
+        body, was_added = _with(body, name, value)
+        ids_added = ids_added or was_added
+    logprobs_added = False
+    if logprobs and how.logprobs is not None:
+        put = _with_nested if how.nested else _with
+        body, logprobs_added = put(body, *how.logprobs)
+    return Asked(body, how.headers, ids_added, logprobs_added)
+
+
+def _with(body: bytes, name: str, value: bytes) -> tuple[bytes, bool]:
+    """Return the body with a member, and whether it was added: a client's own is kept if it asks for something."""
+    if body.find(b'"%s"' % name.encode()) >= 0:
+        try:
+            given = msgspec.json.decode(body, type=dict[str, Raw]).get(name)
+        except UNREADABLE:
+            return body, False
+        if given is not None:
+            asks = bytes(given) not in (b"false", b"null")
+            return (body, False) if asks else (set_value(body, name, value), True)
+    opening = body.index(b"{") + 1
+    rest = body[opening:]
+    comma = b"" if rest.lstrip()[:1] == b"}" else b","
+    return b'%s"%s":%s%s%s' % (body[:opening], name.encode(), value, comma, rest), True
+
+
+def _with_nested(body: bytes, name: str, value: bytes) -> tuple[bytes, bool]:
+    found = _SAMPLING.search(body)
+    if found is None or body.find(b'"%s"' % name.encode()) >= 0:  # then the client has said something of them
+        return body, False
+    comma = b"" if found["empty"] else b","
+    at = found.start("empty") if found["empty"] else found.end()
+    return b'%s"%s":%s%s%s' % (body[:at], name.encode(), value, comma, body[at:]), True
+
+
+# --- what an answer says
+
+_NULL: Final = b"null"
+_ids_in: Final = msgspec.json.Decoder(list[int]).decode
+
+
+class _Token(Struct):
+    logprob: float
+
+
+_tokens_in: Final = msgspec.json.Decoder(list[_Token]).decode
+
+
+class _Logprobs(Struct):
+    content: list[_Token] | None = None
+    token_logprobs: list[float] | None = None
+
+
+_logprobs_in: Final = msgspec.json.Decoder(_Logprobs).decode
+
+
+class _SpanRead(Struct):
+    version: str | None = None
+    start: int = 0
+    end: int = 0
+
+
+class _Choice(Struct):
+    index: int = 0
+    finish_reason: str | None = None
+    logprobs: Raw = Raw()
+    token_ids: Raw = Raw()
+    prompt_token_ids: Raw = Raw()
+    delta: Raw = Raw()
+    weight_versions: list[_SpanRead] | None = None
+
+
+class _Sglext(Struct):
+    input_ids: list[int] | None = None
+    output_ids: list[list[int]] | None = None
+
+
+class _Metadata(Struct):
+    weight_versions: list[_SpanRead] | None = None
+
+
+class _Chunk(Struct):
+    choices: list[_Choice] = []
+    prompt_token_ids: Raw = Raw()
+    sglext: Raw = Raw()
+    metadata: _Metadata | None = None
+
+
+_read_chunk: Final = msgspec.json.Decoder(_Chunk).decode
+_read_sglext: Final = msgspec.json.Decoder(_Sglext).decode
+
+_COMMA: Final = re.compile(rb"(?:, ?)?")
+
+_USUAL_EVENT: Final = re.compile(
+    rb'(?P<head>data: \{[^{}\[\]]*"choices":\[\{"index":0,"(?:delta":(?P<delta>\{.*\})|text":".*"),"logprobs":)'
+    rb'(?:null|\{"content":\[(?P<logprobs>.*)\]\})'
+    rb'(?P<tail>,"finish_reason":null(?:,"(?:stop_reason|matched_stop|prompt_token_ids)":null)*)'
+    rb'(?:,"token_ids":\[(?P<ids>[\d,]*)\])?\}\]\}\n\n',
+    re.DOTALL,
+).fullmatch
+"""An event of chat or text completions, spelt as engines do. What is not spelt so is decoded."""
+
+_EMPTY_DELTAS: Final = (b"{}", b'{"reasoning_content":null}')
+"""Of chunks that engines send only for what was asked: vLLM's, SGLang's."""
+
+
+class _Edits:
+    """Members of a JSON text to be replaced, or cut out."""
+
+    __slots__ = ("_after", "_cuts", "_text", "failed")
+
+    def __init__(self, text: bytes) -> None:
+        self._text = text
+        self._after: dict[bytes, int] = {}
+        self._cuts: list[tuple[int, int, bytes]] = []
+        self.failed = False
+
+    def replace(self, key: bytes, value: Raw, new: bytes | None) -> None:
+        """Give the next member with this key and value another one; None cuts it out, with a comma."""
+        text, spelt, given = self._text, b'"%s":' % key, bytes(value)
+        start = text.find(spelt, self._after.get(key, 0))
+        while start >= 0:
+            at = start + len(spelt) + (text[start + len(spelt) : start + len(spelt) + 1] == b" ")
+            if text.startswith(given, at):
+                break
+            start = text.find(spelt, at)
+        else:
+            self.failed = True
+            return
+        end = self._after[key] = at + len(given)
+        if new is not None:
+            self._cuts.append((at, end, new))
+            return
+        if text[start - 1 : start] == b",":
+            start -= 1
+        elif text[start - 2 : start] == b", ":
+            start -= 2
+        else:
+            end += len(_COMMA.match(text, end)[0])  # type: ignore[index]  # it matches nothing, too
+        self._cuts.append((start, end, b""))
+
+    def text(self) -> bytes:
+        """Return the text with all of that."""
+        if not self._cuts or self.failed:
+            return self._text
+        parts, at = [], 0
+        for start, end, new in sorted(self._cuts):
+            parts += [self._text[at : max(at, start)], new]
+            at = end
+        return b"".join((*parts, self._text[at:]))
+
+
+class Capture:
+    """Follows the answer to one turn."""
+
+    __slots__ = (
+        "_asked",
+        "_carry",
+        "_generated",
+        "_ids",
+        "_kind",
+        "_logprobs",
+        "_passes",
+        "_path",
+        "_streams",
+        "_takes_usual",
+        "captured",
+    )
+
+    def __init__(self, kind: str, path: str, asked: Asked, *, streams: bool) -> None:
+        """Expect the answer to what was asked."""
+        self._kind = kind
+        self._path = path
+        self._asked = asked
+        self._streams = streams
+        self._carry = b""
+        self._generated = b""
+        self._passes = False
+        self._takes_usual = asked.ids_added and (path == CHAT or (kind == "vllm" and path == COMPLETIONS))
+        self._ids: list[bytes] = []
+        """What usual events said, to be read together."""
+        self._logprobs: list[bytes] = []
+        self.captured = Captured()
+
+    # --- whole
+
+    def take_whole(self, body: bytes) -> bytes:
+        """Read a whole answer with status 200, and return what the client gets."""
+        self._streams = False
+        try:
+            return self._edited(body) or b""
+        except (*UNREADABLE, ValueError, OverflowError):
+            self.captured.is_unreadable = True
+            return body
+
+    # --- streams
+
+    @property
+    def pending_bytes(self) -> int:
+        """Size of the incomplete event."""
+        return len(self._carry)
+
+    def feed(self, piece: bytes) -> bytes:
+        """Take the next bytes of a stream, and return what the client gets now: whole events."""
+        if self._passes:
+            return piece
+        data = self._carry + piece if self._carry else piece
+        end = end_of_last_event(data, max(0, len(self._carry) - 3))
+        whole, self._carry = data[:end], data[end:]
+        if len(self._carry) > MAX_PENDING_BYTES:
+            self._passes, self.captured.is_unreadable = True, True
+            whole, self._carry = data, b""
+            return whole
+        return b"".join([self._take_event(event) for event in events_in(whole)]) if whole else b""
+
+    def rest(self) -> bytes:
+        """Return what is left when the stream has ended: an incomplete event."""
+        rest, self._carry = self._carry, b""
+        self._read_usual()
+        if self._generated:
+            self._keep_generated(self._generated)
+            self._generated = b""
+        return rest
+
+    def _take_event(self, event: bytes) -> bytes:
+        if self._takes_usual and (usual := _USUAL_EVENT(event)) is not None:
+            logprobs, ids = usual["logprobs"], usual["ids"]
+            if logprobs is None or self._asked.logprobs_added:
+                return self._take_usual(usual, logprobs, ids)
+        if self._ids or self._logprobs:
+            self._read_usual()
+        data = data_of(event)
+        if not data or data == b"[DONE]":
+            return event
+        try:
+            edited = self._edited(data)
+        except (*UNREADABLE, ValueError, OverflowError):
+            self.captured.is_unreadable = True
+            return event
+        if edited is None:
+            return b""
+        return event if edited is data else event.replace(data, edited, 1)
+
+    def _take_usual(self, usual: re.Match[bytes], logprobs: bytes | None, ids: bytes | None) -> bytes:
+        """Take an event with one choice that does not end: its tokens are read later, with those of others."""
+        if ids:
+            self._ids.append(ids)
+        if logprobs:
+            self._logprobs.append(logprobs)
+        if usual["delta"] in _EMPTY_DELTAS and (ids or logprobs):
+            return b""
+        if ids is None and logprobs is None:
+            return usual[0]
+        tail = usual["tail"] if ids is None else usual["tail"] + b',"token_ids":null'
+        return b"%snull%s}]}\n\n" % (usual["head"], tail)
+
+    def _read_usual(self) -> None:
+        """Read the tokens of the usual events so far."""
+        ids, logprobs = self._ids, self._logprobs
+        self._ids, self._logprobs = [], []
+        try:
+            if ids:
+                output = self._output(0)
+                output.ids = output.ids + _ids_in(b"[%s]" % b",".join(ids))
+            if logprobs:
+                self._output(0).logprobs += [each.logprob for each in _tokens_in(b"[%s]" % b",".join(logprobs))]
+        except UNREADABLE:
+            self.captured.is_unreadable = True
+
+    def _edited(self, data: bytes) -> bytes | None:
+        """Read a whole answer, or an event; return it edited, None for an event that is left out."""
+        if self._path == RESPONSES:
+            return self._take_response_event(data) if self._streams else self._take_response(data)
+        return self._take_generated(data) if self._path == GENERATE else self._take_chunk(data)
+
+    # --- chat, completions and the token API
+
+    def _take_chunk(self, data: bytes) -> bytes | None:
+        """Read an answer with choices, or an event of one."""
+        chunk, edits, asked = _read_chunk(data), _Edits(data), self._asked
+        if (sglext := bytes(chunk.sglext)) and sglext != _NULL:
+            self._read_sglext(sglext)
+            if asked.ids_added and self._streams and not chunk.choices:
+                return None
+            if asked.ids_added:
+                edits.replace(b"sglext", chunk.sglext, None)
+        if has_value(chunk.prompt_token_ids):
+            self._read_prompt(chunk.prompt_token_ids)
+            if asked.ids_added:
+                is_left_out = self._path == TOKENS and self._streams
+                edits.replace(b"prompt_token_ids", chunk.prompt_token_ids, None if is_left_out else _NULL)
+        for choice in chunk.choices:
+            self._take_choice(choice, edits)
+        if chunk.metadata is not None:
+            self._read_spans(0, chunk.metadata.weight_versions)
+        if self._streams and chunk.choices and self._is_only_ours(chunk.choices):
+            return None
+        if edits.failed:
+            self.captured.was_undone = False
+        return edits.text()
+
+    def _is_only_ours(self, choices: Sequence[_Choice]) -> bool:
+        """Return whether an event would not be there without what was asked."""
+        if self._path != CHAT or not (self._asked.ids_added or self._asked.logprobs_added):
+            return False
+        return all(
+            choice.finish_reason is None
+            and bytes(choice.delta) in _EMPTY_DELTAS
+            and (has_value(choice.logprobs) or has_value(choice.token_ids))
+            for choice in choices
+        )
+
+    def _take_choice(self, choice: _Choice, edits: _Edits) -> None:
+        output, asked = self._output(choice.index), self._asked
+        if has_value(choice.token_ids):
+            output.ids = output.ids + _ids_in(choice.token_ids) if output.ids else _ids_in(choice.token_ids)
+            if asked.ids_added and self._path != TOKENS:
+                edits.replace(b"token_ids", choice.token_ids, self._unasked)
+        if has_value(choice.prompt_token_ids):
+            self._read_prompt(choice.prompt_token_ids)
+            if asked.ids_added:
+                edits.replace(b"prompt_token_ids", choice.prompt_token_ids, self._unasked)
+        if has_value(choice.logprobs):
+            read = _logprobs_in(choice.logprobs)
+            if read.content is not None:
+                output.logprobs += [each.logprob for each in read.content]
+            elif read.token_logprobs is not None:
+                output.logprobs += read.token_logprobs
+            if asked.logprobs_added:
+                edits.replace(b"logprobs", choice.logprobs, _NULL)
+        output.finish = choice.finish_reason or output.finish
+        self._read_spans(choice.index, choice.weight_versions)
+
+    @property
+    def _unasked(self) -> bytes | None:
+        """What stands for ids that nobody asked for."""
+        return _NULL if self._kind == "vllm" else None
+
+    def _output(self, index: int) -> OutputRead:
+        found = self.captured.outputs.get(index)
+        if found is None:
+            found = self.captured.outputs[index] = OutputRead()
+        return found
+
+    def _read_prompt(self, ids: Raw) -> None:
+        if self.captured.prompt is None:
+            self.captured.prompt = _ids_in(ids)
+
+    def _read_spans(self, index: int, spans: list[_SpanRead] | None) -> None:
+        if spans:
+            self._output(index).spans = [(each.version or "", each.start, each.end) for each in spans]
+
+    def _read_sglext(self, sglext: bytes) -> None:
+        read = _read_sglext(sglext)
+        self.captured.prompt = read.input_ids
+        for index, ids in enumerate(read.output_ids or ()):
+            self._output(index).ids = ids
+
+    # --- SGLang's /generate: each event has all tokens so far
+
+    def _take_generated(self, data: bytes) -> bytes:
+        if self._streams:
+            self._generated = data  # the last one counts
+        else:
+            self._keep_generated(data)
+        return self._without_added(data)
+
+    def _without_added(self, data: bytes) -> bytes:
+        if self._asked.ids_added:
+            data = _cut(data, b'"prompt_token_ids":', _AFTER_LIST)
+        if self._asked.logprobs_added:
+            for key, end in _LOGPROBS_OF_GENERATE:
+                data = _cut(data, key, end)
+        return data
+
+    def _keep_generated(self, data: bytes) -> None:
+        try:
+            read = _read_generated(data)
+        except UNREADABLE:
+            self.captured.is_unreadable = True
+            return
+        if read.index:  # several choices, or prompts: the last event has only one of them
+            self.captured.is_unreadable = True
+        meta, output = read.meta_info, self._output(0)
+        self.captured.prompt = read.prompt_token_ids
+        output.ids = read.output_ids or []
+        output.logprobs = [row[0] for row in meta.output_token_logprobs or ()]
+        output.finish = str(meta.finish_reason.get("type", "")) if meta.finish_reason else ""
+        self._read_spans(0, meta.weight_versions)
+
+    # --- vLLM's responses
+
+    def _take_response(self, data: bytes) -> bytes:
+        read, edits = _read_response(data), _Edits(data)
+        self._keep_response(read, edits)
+        return edits.text()
+
+    def _take_response_event(self, data: bytes) -> bytes:
+        if b'"input_messages":[' not in data and b'"input_messages": [' not in data:
+            return data
+        read, edits = _read_response_event(data).response, _Edits(data)
+        if read is not None:
+            self._keep_response(read, edits)
+        return edits.text()
+
+    def _keep_response(self, read: _Response, edits: _Edits) -> None:
+        if has_value(read.input_messages):
+            self.captured.prompt = [each for part in _messages_in(read.input_messages) for each in part.tokens]
+            if self._asked.ids_added:
+                edits.replace(b"input_messages", read.input_messages, _NULL)
+        if has_value(read.output_messages):
+            output = self._output(0)
+            output.ids = [each for part in _messages_in(read.output_messages) for each in part.tokens]
+            output.finish = (read.incomplete_details or {}).get("reason") or read.status or ""
+            if self._asked.ids_added:
+                edits.replace(b"output_messages", read.output_messages, _NULL)
+        if edits.failed:
+            self.captured.was_undone = False
+
+
+class _Generated(Struct):
+    class Meta(Struct):
+        finish_reason: dict[str, Any] | None = None
+        output_token_logprobs: list[tuple[float, int, Any]] | None = None
+        weight_versions: list[_SpanRead] | None = None
+
+    meta_info: Meta
+    index: int = 0
+    output_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+_read_generated: Final = msgspec.json.Decoder(_Generated).decode
+
+
+class _Message(Struct):
+    tokens: list[int]
+
+
+class _Response(Struct):
+    status: str | None = None
+    incomplete_details: dict[str, str] | None = None
+    input_messages: Raw = Raw()
+    output_messages: Raw = Raw()
+
+
+class _ResponseEvent(Struct):
+    response: _Response | None = None
+
+
+_messages_in: Final = msgspec.json.Decoder(list[_Message]).decode
+_read_response: Final = msgspec.json.Decoder(_Response).decode
+_read_response_event: Final = msgspec.json.Decoder(_ResponseEvent).decode
+
+_AFTER_LIST: Final = re.compile(rb"\[[^\]\[]*\]")
+_AFTER_ROWS: Final = re.compile(rb'\[\]|\[(?:\[[^\]\["]*(?:"(?:[^"\\]|\\.)*"[^\]\["]*)*\],?\s*)*\]')
+_AFTER_NUMBER: Final = re.compile(rb"\d+")
+_LOGPROBS_OF_GENERATE: Final = (
+    (b'"input_token_logprobs":', _AFTER_ROWS),
+    (b'"output_token_logprobs":', _AFTER_ROWS),
+    (b'"output_token_logprobs_length":', _AFTER_NUMBER),
+)
+
+
+def has_value(raw: Raw) -> bool:
+    """Return whether a member is there, and not null."""
+    return bytes(raw) not in (b"", _NULL)
+
+
+def _cut(data: bytes, key: bytes, value: re.Pattern[bytes]) -> bytes:
+    """Return the data without the members that begin with `key`, and without their commas."""
+    start = -1
+    while (start := data.find(key, start + 1)) >= 0:
+        found = value.match(data, start + len(key))
+        if found is None:
+            continue
+        end = found.end()
+        if data[start - 1 : start] == b",":
+            data = data[: start - 1] + data[end:]
+        else:
+            data = data[:start] + data[end + (data[end : end + 1] == b",") :]
+    return data

@@ -1,0 +1,217 @@
+"""The rollouts of this process: their table, the thread that packs and writes them, and the end of programs.
+
+A record is in the table before its turn's task ends. Packing and writing are done on one thread, one thing after the
+other; what it cannot do (a full disk) leaves the records in memory, where they count, and is logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from time import time
+from typing import Literal, Protocol
+
+import structlog
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from thunderagent.errors import ConfigurationError
+from thunderagent.programs.model.decisions import Decision, Release
+from thunderagent.programs.model.events import Event, ProgramReleased
+from thunderagent.rollouts.records import Rollout, Turn, block_of, turns_in
+from thunderagent.rollouts.segments import Segments
+from thunderagent.rollouts.table import Answered, Entry, Table
+
+log = structlog.get_logger("thunderagent.rollouts")
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSettings:
+    """What is recorded, and how much is kept. The defaults are in the configuration only."""
+
+    logprobs: bool
+    folder: Path | None
+    memory_bytes: int
+    disk_bytes: int
+    keep_s: float
+    turns_count: int
+
+
+class Programs(Protocol):
+    """Reports the ends of programs."""
+
+    def observe(self, observer: Callable[[Event, Sequence[Decision]], None], *about: type) -> Callable[[], None]:
+        """Call `observer` with each event that it is `about`; return a function that ends that."""
+
+
+class Rollouts:
+    """Records turns, and says what was recorded."""
+
+    def __init__(self, settings: RolloutSettings, programs: Programs, clock: Callable[[], float] = time) -> None:
+        """Begin with what earlier processes left on disk. Raises `ConfigurationError` if the folder cannot be used."""
+        self.settings = settings
+        self.clock = clock
+        self.table = Table(memory_bytes=settings.memory_bytes, keep_s=settings.keep_s, turns_count=settings.turns_count)
+        self.not_undone_count = 0
+        """Answers out of which what was added could not be taken."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
+        self._under_way: dict[int, Entry] = {}
+        self._swept_count = 0
+        self._ended = asyncio.Event()
+        self._segments: Segments | None = None
+        if settings.folder is not None:
+            try:
+                self._segments = Segments(settings.folder, settings.disk_bytes)
+                for rollout, stored in self._segments.found():
+                    self.table.found(rollout, stored)
+            except OSError as error:
+                raise ConfigurationError(f"rollout_dir: {error}") from error
+        programs.observe(self._heard, Release)
+
+    def granted(self, template: Rollout) -> None:
+        """Note that an engine gets a turn."""
+        self.table.granted(template)
+
+    def record(self, template: Rollout, turn: Turn, answered: Answered, *, has_answers: bool | None) -> None:
+        """Add a turn that has ended."""
+        self._pack(self.table.record(template, turn, answered, has_answers=has_answers))
+
+    def _heard(self, event: Event, decisions: Sequence[Decision]) -> None:
+        outcome = event.outcome if isinstance(event, ProgramReleased) else ""
+        for decision in decisions:
+            if type(decision) is not Release:
+                continue
+            entry = self.table.ended(decision.program_id, decision.generation, outcome, self.clock())
+            if entry is not None:
+                ended, self._ended = self._ended, asyncio.Event()
+                ended.set()
+                self._pack(entry)
+        self._sweep()
+
+    # --- the thread
+
+    def _sweep(self) -> None:
+        """Delete files in which nothing is kept any more."""
+        if self._segments is not None and self.table.dropped_count != self._swept_count:
+            self._swept_count = self.table.dropped_count
+            self._thread.submit(self._segments.delete_except, self.table.segments)
+
+    def _pack(self, entry: Entry) -> None:
+        """Have records packed and written, unless that is under way for the same program: then it goes on after it."""
+        if id(entry) in self._under_way:
+            return
+        frames = self.table.to_pack(entry)
+        writes = entry.rollout.ended and self._segments is not None and entry.stored is None
+        if not frames and not (writes and entry.blocks):
+            return
+        self._under_way[id(entry)] = entry
+        loop = asyncio.get_running_loop()
+        work = partial(self._work, loop, entry, frames, list(entry.blocks), writes=writes)
+        self._thread.submit(work)
+
+    def _work(
+        self, loop: asyncio.AbstractEventLoop, entry: Entry, frames: list[bytes], blocks: list[bytes], *, writes: bool
+    ) -> None:
+        done: Callable[[], None]
+        try:
+            block = block_of(frames) if frames else b""
+            if writes and self._segments is not None:
+                stored, deleted = self._segments.append(entry.rollout, [*blocks, block] if block else blocks)
+                done = partial(self._was_stored, entry, stored, deleted)
+            else:
+                done = partial(self._was_packed, entry, len(frames), block)
+        except OSError as error:
+            done = partial(self._was_not_stored, entry, str(error))
+        loop.call_soon_threadsafe(done)
+
+    def _was_packed(self, entry: Entry, count: int, block: bytes) -> None:
+        del self._under_way[id(entry)]
+        self.table.packed(entry, count, block)
+        self._pack(entry)
+
+    def _was_stored(self, entry: Entry, stored: object, deleted: list[int]) -> None:
+        del self._under_way[id(entry)]
+        self.table.stored(entry, stored)  # type: ignore[arg-type]  # as `append` returned it
+        for number in deleted:
+            self.table.drop_segment(number)
+
+    def _was_not_stored(self, entry: Entry, why: str) -> None:
+        del self._under_way[id(entry)]
+        log.error("rollout_not_stored", program_id=entry.rollout.program_id, why=why, effect="it stays in memory")
+
+    def close(self) -> None:
+        """Write what is under way, and end the thread."""
+        self._thread.shutdown(wait=True)
+        if self._segments is not None:
+            self._segments.close()
+
+    # --- reading
+
+    async def turns(self, entry: Entry) -> list[Turn]:
+        """Return the turns of a rollout. Raises `ValueError` or `OSError` if its file is broken, or was deleted."""
+        frames, blocks, stored, segments = list(entry.frames), list(entry.blocks), entry.stored, self._segments
+
+        def read() -> list[Turn]:
+            found = segments.read(stored) if stored is not None and segments is not None else blocks
+            return list(turns_in(found, frames))
+
+        is_small = stored is None and entry.size_bytes < 64 * 1024
+        return read() if is_small else await asyncio.to_thread(read)
+
+    async def until_ended(self, program_id: str, within_s: float) -> Entry | None:
+        """Return a program's rollout once it has ended, or as it is when the time is over."""
+        try:
+            async with asyncio.timeout(within_s):
+                while (entry := self.table.find(program_id)) is None or not entry.rollout.ended:
+                    await self._ended.wait()
+        except TimeoutError:
+            pass
+        return self.table.find(program_id)
+
+
+class RolloutCollector(Collector):
+    """Reports what is recorded."""
+
+    def __init__(self, rollouts: Rollouts) -> None:
+        """Read `rollouts`."""
+        self._rollouts = rollouts
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the families."""
+        table = self._rollouts.table
+        links = CounterMetricFamily(
+            "thunderagent_rollout_turns",
+            "Recorded turns, by how their prompt relates to earlier tokens: extends, drift, rewritten, root, unknown.",
+            labels=("link",),
+        )
+        for link, count in sorted({"root": 0, **table.links}.items()):
+            links.add_metric((link,), count)
+        yield links
+        yield CounterMetricFamily(
+            "thunderagent_rollout_incomplete_turns",
+            "Recorded turns that lack tokens, or log probabilities that were asked for.",
+            value=table.incomplete_count,
+        )
+        yield CounterMetricFamily(
+            "thunderagent_rollouts_dropped",
+            "Ended rollouts that were dropped, for any reason.",
+            value=table.dropped_count,
+        )
+        kept = GaugeMetricFamily(
+            "thunderagent_rollouts_kept",
+            "Rollouts that can be read, by whether they are live or ended.",
+            labels=("state",),
+        )
+        kept.add_metric(("live",), table.live_count)
+        kept.add_metric(("ended",), table.ended_count)
+        yield kept
+        yield GaugeMetricFamily(
+            "thunderagent_rollout_memory_bytes", "What rollouts take in memory.", value=table.size_bytes
+        )
+
+
+RolloutDetail = Literal["off", "ids", "logprobs"]

@@ -1,0 +1,230 @@
+"""What a rollout consists of, and how it is packed.
+
+Tokens are 32-bit integers, log probabilities 32-bit floats, both little-endian. In a record their bytes are in planes:
+first all lowest bytes, then all second ones, and so on. The upper planes of tokens are almost constant, so a packed
+record has about 2.3 bytes for a token and 3.4 for a log probability, whatever the text.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final, Literal
+
+import msgspec
+from msgspec import Struct
+
+SCHEMA: Final = 1
+"""The version of the format; readers refuse others."""
+
+Link = Literal["root", "extends", "drift", "rewritten", "unknown"]
+"""How a turn's prompt relates to earlier tokens of its program; see `lineage.py`."""
+
+Missing = Literal["", "no_ids", "no_logprobs", "unreadable", "too_large", "not_askable"]
+"""Why a record lacks tokens, or log probabilities; empty if it lacks none."""
+
+_SWAPS: Final = sys.byteorder != "little"
+_WIDTH: Final = 4
+
+
+def token_bytes(ids: Iterable[int]) -> bytes:
+    """Return token ids as bytes. Raises `OverflowError` for one that does not fit, `TypeError` for no integer."""
+    values = array("i", ids)
+    if _SWAPS:
+        values.byteswap()
+    return values.tobytes()
+
+
+def token_ids(tokens: bytes) -> list[int]:
+    """Return the ids of tokens."""
+    values = array("i", tokens)
+    if _SWAPS:
+        values.byteswap()
+    return values.tolist()
+
+
+def logprob_bytes(logprobs: Iterable[float]) -> bytes:
+    """Return log probabilities as bytes: engines compute them in no more than 32 bits."""
+    values = array("f", logprobs)
+    if _SWAPS:
+        values.byteswap()
+    return values.tobytes()
+
+
+def logprob_values(packed: bytes) -> list[float]:
+    """Return log probabilities as numbers."""
+    values = array("f", packed)
+    if _SWAPS:
+        values.byteswap()
+    return values.tolist()
+
+
+def in_planes(packed: bytes) -> bytes:
+    """Return the bytes of 32-bit values plane by plane."""
+    return b"".join(packed[at::_WIDTH] for at in range(_WIDTH))
+
+
+def from_planes(planes: bytes) -> bytes:
+    """Return the bytes of 32-bit values one after the other."""
+    count = len(planes) // _WIDTH
+    packed = bytearray(len(planes))
+    for at in range(_WIDTH):
+        packed[at::_WIDTH] = planes[at * count : (at + 1) * count]
+    return bytes(packed)
+
+
+class Span(Struct, array_like=True, frozen=True):
+    """Output tokens that weights of one version made, from `start` to before `end`."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Output(Struct, array_like=True):
+    """One choice of an answer. `ids` and `logprobs` are in planes; the latter are empty if there are none."""
+
+    ids: bytes
+    logprobs: bytes = b""
+    finish: str = ""
+    """The engine's reason for its end; empty if it did not end."""
+    spans: list[Span] = []
+
+    @property
+    def tokens(self) -> bytes:
+        """The tokens."""
+        return from_planes(self.ids)
+
+
+class Turn(Struct, kw_only=True, omit_defaults=True):
+    """One attempt of a client at one turn, once it has ended."""
+
+    seq: int
+    """Counts the program's records from 0, in the order in which they ended."""
+    turn_id: int = 0
+    request_id: str = ""
+    path: str = ""
+    model: str = ""
+    streams: bool = False
+    branch_id: str = ""
+    replica_id: str = ""
+    link: Link = "unknown"
+    parent: int = -1
+    """The record whose tokens its prompt begins with; -1 if there is none."""
+    parent_choice: int = 0
+    shared_tokens: int = 0
+    """How many tokens of its parent's prompt and output its prompt begins with."""
+    prompt_tokens: int = 0
+    prompt_new: bytes = b""
+    """The prompt's tokens after those, in planes."""
+    outputs: list[Output] = []
+    missing: Missing = ""
+    weights_before: str = ""
+    """Version of the weights that the replica had when the turn was granted; empty if unknown."""
+    weights_after: str = ""
+    changes_before: int = 0
+    """How often the weights of that replica had changed when the turn was granted, as far as the proxy knows."""
+    changes_after: int = 0
+    outcome: str = ""
+    verdict: str = "ok"
+    cause: str = ""
+    status: int = 0
+    kept: bool = True
+    """Whether its client got the whole answer, and did not send the turn again meanwhile."""
+    tries_count: int = 0
+    reason: str = ""
+    """Why it was granted."""
+    began_at: float = 0.0
+    """When it arrived, in seconds since 1970."""
+    held_s: float = 0.0
+    total_s: float = 0.0
+    cached_tokens: int | None = None
+
+
+class Rollout(Struct, kw_only=True, omit_defaults=True):
+    """What is said of all turns of a program together."""
+
+    program_id: str
+    generation: int
+    schema: int = SCHEMA
+    seq: int = 0
+    """Counts ended rollouts from 1, in the order in which they ended; 0 while it lives."""
+    tenant: str = ""
+    group_id: str = ""
+    parent_id: str = ""
+    program_class: str = ""
+    ended: bool = False
+    outcome: str = ""
+    """What its client said became of it."""
+    verdict: str = "ok"
+    cause: str = ""
+    turns_count: int = 0
+    granted_count: int = 0
+    """Turns that an engine got; each must have a record."""
+    complete: bool = True
+    """Whether each of these has its tokens, and its log probabilities if they were asked for."""
+    prompt_tokens: int = 0
+    """Sum of the prompts of all turns."""
+    output_tokens: int = 0
+    links: dict[str, int] = {}
+    """How many turns have each link."""
+    held_s: float = 0.0
+    began_at: float = 0.0
+    ended_at: float = 0.0
+    weights_first: str = ""
+    weights_last: str = ""
+    lag_count: int = 0
+    """The most changes of weights between the program's first turn and the end of any."""
+
+    @property
+    def mask_sample(self) -> bool:
+        """Whether it must not be trained on: tokens are missing, or the infrastructure or the trainer cut it."""
+        return not self.complete or self.verdict in ("infrastructure_failed", "aborted_by_trainer")
+
+
+_encode_turn: Final = msgspec.msgpack.Encoder().encode
+_decode_turn: Final = msgspec.msgpack.Decoder(Turn).decode
+_encode_rollout: Final = msgspec.msgpack.Encoder().encode
+_decode_rollout: Final = msgspec.msgpack.Decoder(Rollout).decode
+encode_rollout = _encode_rollout
+
+
+def decode_rollout(packed: bytes) -> Rollout:
+    """Read a rollout. Raises `ValueError` for another schema, or if it is unreadable."""
+    found = _decode_rollout(packed)
+    if found.schema != SCHEMA:
+        raise ValueError(f"a rollout of schema {found.schema}; this version reads {SCHEMA}")
+    return found
+
+
+def frame_of(turn: Turn) -> bytes:
+    """Return a turn's record with its length before it."""
+    packed = _encode_turn(turn)
+    return len(packed).to_bytes(4, "little") + packed
+
+
+def block_of(frames: Sequence[bytes]) -> bytes:
+    """Return records packed together. Cost: about 10 ns a byte, without the interpreter's lock."""
+    return zlib.compress(b"".join(frames), 1)
+
+
+def turns_in(blocks: Iterable[bytes], frames: Iterable[bytes] = ()) -> Iterator[Turn]:
+    """Yield the turns of packed blocks, and of frames after them. Raises `ValueError` if they are broken."""
+    for block in blocks:
+        try:
+            plain = zlib.decompress(block)
+        except zlib.error as error:
+            raise ValueError(f"a block of turns is broken: {error}") from error
+        yield from _turns_of(plain)
+    for frame in frames:
+        yield from _turns_of(frame)
+
+
+def _turns_of(plain: bytes) -> Iterator[Turn]:
+    at, view = 0, memoryview(plain)
+    while at < len(plain):
+        end = at + 4 + int.from_bytes(view[at : at + 4], "little")
+        yield _decode_turn(view[at + 4 : end])
+        at = end
