@@ -44,8 +44,9 @@ _log = structlog.get_logger(__name__)
 SILENT_POLLS_COUNT = 3
 """Polls in a row without an answer, while no turn had a byte, that take a replica down."""
 
-HEARD_WITHIN_S = 2.0
-"""A turn's bytes are reported once a second: without a report for so long they stand still."""
+HEARD_WITHIN_S = 1.5
+"""A turn's bytes are reported once a second: without a report for so long they stand still when a poll fails. Until the
+next ones fail there must be none at all."""
 
 ELSEWHERE_POLLS_COUNT = 3
 """A URL that others poll is polled here after this many intervals without news."""
@@ -374,7 +375,8 @@ class Poller:
             if watched.silent_since_s is None:
                 watched.silent_since_s = watched.asked_s
             heard_ago_s = min(map(self._listener.heard_ago_s, watched.endpoints), default=inf)  # its turns tell, too
-            is_silent = heard_ago_s > max(HEARD_WITHIN_S, now_s - watched.asked_s)
+            stands_s = now_s - watched.asked_s if watched.silent_count else HEARD_WITHIN_S
+            is_silent = heard_ago_s >= stands_s
             watched.silent_count = watched.silent_count + 1 if is_silent else 0
             silent_s = min(now_s - watched.silent_since_s, heard_ago_s)
             is_lost = failure.is_unreached or silent_s >= settings.silence_limit_s
