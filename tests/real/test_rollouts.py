@@ -153,7 +153,7 @@ async def check_conversations(
             assert len(output["logprobs"]) == len(output["ids"]) == OUTPUT_TOKENS
             own_ids, own_logprobs = await own_answer(prompt)
             assert output["ids"] == own_ids
-            assert output["logprobs"] == pytest.approx(own_logprobs, abs=1e-3)
+            assert output["logprobs"] == pytest.approx(own_logprobs, abs=1e-2)  # other batches round otherwise
             new = words(30, seed=1000 * seed + turn["seq"]).split()
             assert [id_of(word) for word in new] == [each for each in turn["prompt_new_ids"] if each < FIRST_SPECIAL][
                 -30:

@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 from msgspec.structs import replace
@@ -59,7 +59,7 @@ from thunderagent.proxy.turns.attempts import Attempt, Attempts, told_key
 from thunderagent.proxy.turns.forward import Forwarding
 from thunderagent.proxy.turns.heartbeat import HeldStream
 from thunderagent.proxy.turns.patience import RETRY_HEADER, patience_of
-from thunderagent.proxy.turns.record import Record, Recording, ask_for
+from thunderagent.proxy.turns.record import Record, ask_for
 from thunderagent.proxy.turns.relay import Relay
 from thunderagent.proxy.turns.retry_budget import DEFAULT_RETRIES, RetryBudget, RetrySettings
 from thunderagent.proxy.watch.turn_metrics import TurnMetrics
@@ -126,7 +126,7 @@ class Turns:
         websockets: Websockets,
         sandboxes: Preparer | None = None,
         judge: Judge | None = None,
-        record_turn: Callable[[Record], Recording] | None = None,
+        record_turn: Callable[[Record], Any] | None = None,
     ) -> None:
         """Forward with `client` to `replicas`, under `leases`; record in `made` which replica made which answer."""
         self._leases = leases

@@ -6,11 +6,9 @@ from __future__ import annotations
 
 import asyncio
 from datetime import UTC, datetime
-from typing import Protocol
+from typing import Any
 
-from multidict import CIMultiDict
-
-from thunderagent.leases import FAIL_OPEN, Lease, TurnAsk
+from thunderagent.leases import FAIL_OPEN, TurnAsk
 from thunderagent.log_lines import TurnLine
 from thunderagent.programs.model.records.limits import least_of
 from thunderagent.proxy.gate.tenancy import Tenancy
@@ -24,34 +22,6 @@ from thunderagent.proxy.turns.aborts import is_abortable
 from thunderagent.proxy.turns.attempts import Attempt
 from thunderagent.proxy.turns.heartbeat import HeldStream
 from thunderagent.proxy.wire.headers import FAIL_OPEN_HEADER, HOLD_HEADER, REPLICA_HEADER, identity_headers
-
-
-class Recording(Protocol):
-    """What a turn adds to the rollout of its program; see `recording.py`."""
-
-    def ask(
-        self, record: Record, granted: Lease, body: bytes, headers: CIMultiDict[str]
-    ) -> tuple[bytes, CIMultiDict[str]]:
-        """Return body and headers that ask for the tokens of the answer, as far as its engine has them."""
-
-    def reads(self, status: int, encoding: str | None) -> bool:
-        """Return whether an answer is read, and edited."""
-
-    def take_whole(self, body: bytes) -> bytes:
-        """Read a whole answer, and return what its client gets."""
-
-    @property
-    def pending_bytes(self) -> int:
-        """Size of a stream's incomplete event."""
-
-    def feed(self, piece: bytes) -> bytes:
-        """Take the next bytes of a stream, and return what its client gets."""
-
-    def rest(self) -> bytes:
-        """Return what is left when a stream has ended."""
-
-    def ended(self, record: Record, turn_id: int) -> None:
-        """Record the turn, whatever became of it."""
 
 
 class Record:
@@ -98,8 +68,8 @@ class Record:
     """Replicas that answered it 5xx, or began an answer with an error."""
     probe: asyncio.Future[bool] | None = None
     tool = ""
-    recording: Recording | None = None
-    """Its part of a rollout; None if nothing is recorded."""
+    recording: Any = None
+    """Its part of a rollout, a `Recording`; None if nothing is recorded. A Protocol's default is lost when compiled."""
 
     def __init__(
         self,
