@@ -51,6 +51,8 @@ def test_decisions_on_the_real_scheduler(vllm: None) -> None:
     assert [each for each in found if not each["ok"]] == []
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
 def test_greedy_tokens_are_those_of_the_stock_scheduler(vllm: None) -> None:
     stock, plugin = (run_in_vllm("greedy.py", mode, "60", "1")[-1] for mode in ("stock", "plugin"))
     assert plugin["report"]["on"]

@@ -307,14 +307,20 @@ class Turns:
         if record.recording is not None:
             body, headers = record.recording.ask(record, granted, body, headers)
         try:
+            failed: ReplicaError | None = None
             try:
                 upstream = await forwarding.send(exchange, record, granted, headers, body)
             except ReplicaError as error:
+                failed = error  # compiled code that waits here, and raises it again, ends its process
+            if failed is not None:
                 lives, now_s = self._lives(record), self._leases.now_s()
-                forwarding.failed(lease, error)
-                if not lives or not await forwarding.may_retry(record, attempt, error, now_s, give_up_s - now_s):
-                    raise
-                return error.replica_id
+                try:
+                    forwarding.failed(lease, failed)
+                    if not lives or not await forwarding.may_retry(record, attempt, failed, now_s, give_up_s - now_s):
+                        raise failed
+                    return failed.replica_id
+                finally:
+                    del failed  # its traceback names this frame
             try:
                 if not self._goes_on(record, attempt, granted, upstream, give_up_s):
                     await self._relay.relay(exchange, record, lease, upstream)
