@@ -40,6 +40,7 @@ from thunderagent.runtime.signal_log import SignalLogWriter
 from thunderagent.serving.building import (
     build_runtime,
     client_settings_of,
+    fence_settings_of,
     judge_of,
     rollout_settings_of,
     tracing_of,
@@ -270,6 +271,7 @@ async def proxy(
             provisioner=provisioning,
             judge=judge,
             rollouts=rollout_settings_of(config),
+            fence=fence_settings_of(config),
             simulated=simulated,
             further_routes=other.routes() if other is not None else (),
             cell=other.report if other is not None else None,
