@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -94,3 +95,25 @@ def test_no_command_runs_on_a_stale_core(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr("thunderagent.cli.command_line.build_kind", lambda: "stale")
     assert main(["simulate", "--minutes", "1"]) == 2
     assert capsys.readouterr().err == f"thunderagent: error: {STALE}\n"
+
+
+def bare_raises_after_waits(source: str) -> list[int]:
+    """Return the lines of a bare `raise` in an `except` that waits."""
+    found: list[int] = []
+    for handler in ast.walk(ast.parse(source)):
+        if isinstance(handler, ast.ExceptHandler):
+            inside = list(ast.walk(handler))
+            if any(isinstance(each, ast.Await | ast.AsyncWith | ast.AsyncFor) for each in inside):
+                found += [each.lineno for each in inside if isinstance(each, ast.Raise) and each.exc is None]
+    return found
+
+
+@pytest.mark.parametrize("path", compiled_sources(Path(thunderagent.__file__).parent), ids=str)
+def test_nothing_compiled_raises_again_by_a_bare_raise_where_it_waited(path: Path) -> None:
+    """Compiled by mypyc, that raises garbage, and the process ends with a segmentation fault."""
+    assert bare_raises_after_waits(path.read_text()) == []
+
+
+def test_a_bare_raise_after_a_wait_is_found() -> None:
+    source = "async def f():\n try:\n  g()\n except E as error:\n  if await h():\n   raise\n  raise error\n"
+    assert bare_raises_after_waits(source) == [6]

@@ -196,13 +196,13 @@ class Turns:
             record.verdict, record.cause = error.turn_verdict, error.code
             if record.held_stream is None or not exchange.begun:
                 tell_with_error(error, record.headers())
-                raise
+                raise error  # noqa: TRY201 - bare, it would end a compiled process after a wait
             await record.held_stream.fail(error)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             if not attempt.superseded:
-                raise
+                raise error  # noqa: TRY201 - as above
             if not await self._end_revoked(exchange, record, attempt):
-                raise  # its answer has begun, or its client left as well
+                raise error  # noqa: TRY201 - its answer has begun, or its client left as well
         finally:
             if running is not None:
                 self._held.ran(running, record.held_bytes)
@@ -307,20 +307,14 @@ class Turns:
         if record.recording is not None:
             body, headers = record.recording.ask(record, granted, body, headers)
         try:
-            failed: ReplicaError | None = None
             try:
                 upstream = await forwarding.send(exchange, record, granted, headers, body)
             except ReplicaError as error:
-                failed = error  # compiled code that waits here, and raises it again, ends its process
-            if failed is not None:
                 lives, now_s = self._lives(record), self._leases.now_s()
-                try:
-                    forwarding.failed(lease, failed)
-                    if not lives or not await forwarding.may_retry(record, attempt, failed, now_s, give_up_s - now_s):
-                        raise failed
-                    return failed.replica_id
-                finally:
-                    del failed  # its traceback names this frame
+                forwarding.failed(lease, error)
+                if not lives or not await forwarding.may_retry(record, attempt, error, now_s, give_up_s - now_s):
+                    raise error  # noqa: TRY201 - as above
+                return error.replica_id
             try:
                 if not self._goes_on(record, attempt, granted, upstream, give_up_s):
                     await self._relay.relay(exchange, record, lease, upstream)
