@@ -95,20 +95,12 @@ def run_example(python: Path, engine: DockerEngine, tmp_path: Path) -> RunExampl
 
     @asynccontextmanager
     async def run(proxy: Server, program_id: str) -> AsyncIterator[Process]:
-        process = await asyncio.create_subprocess_exec(
+        async with started(
             *(str(python), str(EXAMPLE), "--task", "Write a poem to /poem.txt.", "--proxy", proxy.url),
             *("--model", MODEL_NAME, "--image", IMAGE, "--program-id", program_id),
             env=agent_environment(engine.url, tmp_path),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
+        ) as process:
             yield process
-        finally:
-            kill(process)
-            await process.communicate()
 
     return run
 
@@ -126,24 +118,34 @@ def run_mini(python: Path, engine: DockerEngine, tmp_path: Path) -> RunExample:
             "environment.proxy": proxy.url,
             "environment.template": "poet",
         }
-        process = await asyncio.create_subprocess_exec(
+        async with started(
             *(str(python.with_name("mini")), "-y", "--exit-immediately", "-t", "Write a poem to /poem.txt."),
             *("-m", f"hosted_vllm/{MODEL_NAME}", "-o", str(tmp_path / "run.json"), "-c", "mini.yaml"),
             *("--environment-class", "thunderagent.client.mini_swe_agent.SandboxEnvironment"),
             *(word for name, value in settings.items() for word in ("-c", f"{name}={value}")),
             env=agent_environment(engine.url, tmp_path) | {"PYTHONPATH": str(ROOT), "MSWEA_CONFIGURED": "true"},
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
+        ) as process:
             yield process
-        finally:
-            kill(process)
-            await process.communicate()
 
     return run
+
+
+@asynccontextmanager
+async def started(*words: str, env: dict[str, str]) -> AsyncIterator[Process]:
+    """Run a command in a session of its own during the block, then kill all of it."""
+    process = await asyncio.create_subprocess_exec(
+        *words,
+        env=env,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        kill(process)
+        await process.communicate()
 
 
 def kill(process: Process) -> None:

@@ -219,58 +219,55 @@ async def test_an_epoch_that_was_lost_is_made_up_for_and_all_is_told_again() -> 
         assert store.epoch == member.leading.epoch == 8
 
 
-async def test_after_a_takeover_without_losses_the_counts_are_whole() -> None:
-    store = MemoryStore()
+@asynccontextmanager
+async def led_and_followed(store: MemoryStore) -> AsyncIterator[tuple[Member, Member]]:
+    """Yield a leader with one program, and a standby that knows of it."""
     async with running(store) as first:
         await until_leading(first, "p")
         async with running(store) as second:
             while second.leading.kept.programs_count != 1:
                 await asyncio.sleep(0)
-            await first.leading.give_up()
-            await until_leading(second)
-            assert not second.leading.report().counts_may_miss
+            yield first, second
+
+
+async def test_after_a_takeover_without_losses_the_counts_are_whole() -> None:
+    store = MemoryStore()
+    async with led_and_followed(store) as (first, second):
+        await first.leading.give_up()
+        await until_leading(second)
+        assert not second.leading.report().counts_may_miss
 
 
 @pytest.mark.parametrize("lost", ["all", "the last entry"])
 async def test_a_takeover_from_a_store_that_lost_data_says_that_counts_may_miss_turns(lost: str) -> None:
     """So does the next one, and it is in the log."""
     store = MemoryStore()
-    async with running(store) as first:
-        await until_leading(first, "p")
-        async with running(store) as second:
-            while second.leading.kept.programs_count != 1:
-                await asyncio.sleep(0)
-            first.leading._end()  # as if killed
-            store.log = [] if lost == "all" else store.log[:-1]
-            store.epoch, store.owner = (0, None) if lost == "all" else (store.epoch, "")
-            with capture_logs() as logs:
-                await until_leading(second)
-            assert second.leading.report().counts_may_miss
-            assert [each["epoch"] for each in logs if each["event"] == "counts_may_miss_turns"] == [
-                second.leading.epoch
-            ]
-            second.opens("q")
-            await second.until_written("p", "q")
-            async with running(store) as third:
-                await second.leading.give_up()
-                await until_leading(third)
-                assert third.leading.report().counts_may_miss
+    async with led_and_followed(store) as (first, second):
+        first.leading._end()  # as if killed
+        store.log = [] if lost == "all" else store.log[:-1]
+        store.epoch, store.owner = (0, None) if lost == "all" else (store.epoch, "")
+        with capture_logs() as logs:
+            await until_leading(second)
+        assert second.leading.report().counts_may_miss
+        assert [each["epoch"] for each in logs if each["event"] == "counts_may_miss_turns"] == [second.leading.epoch]
+        second.opens("q")
+        await second.until_written("p", "q")
+        async with running(store) as third:
+            await second.leading.give_up()
+            await until_leading(third)
+            assert third.leading.report().counts_may_miss
 
 
 async def test_an_epoch_beyond_reason_is_said_and_does_not_count() -> None:
     store = MemoryStore()
-    async with running(store) as first:
-        await until_leading(first, "p")
-        async with running(store) as second:
-            while second.leading.kept.programs_count != 1:
+    async with led_and_followed(store) as (first, second):
+        with capture_logs() as logs:
+            store.epoch = 10**9
+            while not logs:
                 await asyncio.sleep(0)
-            with capture_logs() as logs:
-                store.epoch = 10**9
-                while not logs:
-                    await asyncio.sleep(0)
-                await asyncio.sleep(0.1)  # it looks several times
-            said = [each["what"] for each in logs if each["event"] == "store_damaged"]
-            assert said == ["the epoch is 1000000000 after 1: not counted"]
+            await asyncio.sleep(0.1)  # it looks several times
+        said = [each["what"] for each in logs if each["event"] == "store_damaged"]
+        assert said == ["the epoch is 1000000000 after 1: not counted"]
 
 
 async def test_an_entry_on_its_way_is_written_before_its_leader_goes_to_a_higher_epoch() -> None:

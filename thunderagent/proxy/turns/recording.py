@@ -124,7 +124,6 @@ class Recording:
         if self._capture is not None:
             self._capture.rest()
         if not captured.was_undone:
-            self._rollouts.not_undone_count += 1
             log.warning("rollout_fields_left", path=record.target.spelt, replica_id=record.replica_id)
         answered, missing = _answered(captured, asks_logprobs=self._rollouts.settings.logprobs)
         if self._capture is None and self._was_granted and record.outcome == "finished":

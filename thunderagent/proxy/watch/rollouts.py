@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import time
-from typing import Literal, Protocol
+from typing import Protocol
 
 import structlog
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -56,8 +56,6 @@ class Rollouts:
         self.settings = settings
         self.clock = clock
         self.table = Table(memory_bytes=settings.memory_bytes, keep_s=settings.keep_s, turns_count=settings.turns_count)
-        self.not_undone_count = 0
-        """Answers out of which what was added could not be taken."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
         self._under_way: dict[int, Entry] = {}
         self._swept_count = 0
@@ -212,6 +210,3 @@ class RolloutCollector(Collector):
         yield GaugeMetricFamily(
             "thunderagent_rollout_memory_bytes", "What rollouts take in memory.", value=table.size_bytes
         )
-
-
-RolloutDetail = Literal["off", "ids", "logprobs"]
