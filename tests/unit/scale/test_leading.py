@@ -260,7 +260,7 @@ async def test_a_takeover_from_a_store_that_lost_data_says_that_counts_may_miss_
 
 async def test_an_epoch_beyond_reason_is_said_and_does_not_count() -> None:
     store = MemoryStore()
-    async with led_and_followed(store) as (first, second):
+    async with led_and_followed(store):
         with capture_logs() as logs:
             store.epoch = 10**9
             while not logs:
