@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -39,6 +40,7 @@ from tests.integration.support import (
 )
 from tests.loopback import free_ports
 from tests.real.envoy_server import ClientTls, configuration, envoy, packages
+from thunderagent.programs.policies.baselines.sticky import rendezvous_hash
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -329,11 +331,14 @@ async def test_envoy_goes_around_an_engine_that_is_gone(
         async with front(require_real, tmp_path, one.url, two.url, options=slow, retries_count=2) as running:
             for each in (one, two):
                 await running.until("replica_up", 1, each.url.removeprefix("http://"))
-            answers = {name: await ask(running.url, name, max_tokens=4) for name in ("p", "q")}
-            at = {str(answer.header("x-replica-id")): name for name, answer in answers.items()}
+            ids = [each.url.removeprefix("http://") for each in (one, two)]
+            homes = {name: max(ids, key=partial(rendezvous_hash, name)) for name in map(str, range(64))}
+            at = {home: name for name, home in homes.items()}  # a program for each engine, whatever their ports
+            for home, name in at.items():
+                assert (await ask(running.url, name, max_tokens=4)).header("x-replica-id") == home
             two.process.kill()  # it was polled just now, and is not again for ten seconds
             await two.exit_status()
-            answer = await ask(running.url, at[two.url.removeprefix("http://")], max_tokens=4)
+            answer = await ask(running.url, at[ids[1]], max_tokens=4)
             assert answer.status == 200
             assert one.url.endswith(str(answer.header("x-replica-id")))
             await running.until("leases_active", 0)
