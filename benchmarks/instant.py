@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import count
 from time import perf_counter
@@ -61,23 +61,28 @@ def _event(payload: dict[str, object]) -> bytes:
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 
-def _stream_pieces() -> list[bytes]:
+def stream_pieces(words_count: int) -> list[bytes]:
+    """Return the pieces of a stream with so many words, a token each, then the usage and the end."""
     head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
     base = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "instant"}
     words = [
         _event({**base, "choices": [{"index": 0, "delta": {"content": f"w{i}"}, "finish_reason": None}]})
-        for i in range(STREAM_EVENTS_COUNT - 1)
+        for i in range(words_count)
     ]
     usage = _event({**base, "choices": [], "usage": USAGE})
     return [head + words[0], *words[1:], usage, b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"]
 
 
 WHOLE_ANSWER = _whole_answer()
-STREAM_PIECES = _stream_pieces()
+STREAM_PIECES = stream_pieces(STREAM_EVENTS_COUNT - 1)
 
 
 class InstantEngine(asyncio.Protocol):
     """Answers each request as soon as it is complete; a stream sends one event in each turn of the loop."""
+
+    def __init__(self, pieces: Sequence[bytes] = STREAM_PIECES) -> None:
+        """Send these pieces as a stream."""
+        self._pieces = pieces
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin a connection."""
@@ -103,15 +108,16 @@ class InstantEngine(asyncio.Protocol):
     def _write_piece(self, index: int) -> None:
         if self._transport.is_closing():
             return
-        self._transport.write(STREAM_PIECES[index])
-        if index + 1 < len(STREAM_PIECES):
+        self._transport.write(self._pieces[index])
+        if index + 1 < len(self._pieces):
             asyncio.get_running_loop().call_soon(self._write_piece, index + 1)
 
 
 @asynccontextmanager
-async def instant_engine() -> AsyncIterator[int]:
-    """Run the engine during the block; yield its port."""
-    server = await asyncio.get_running_loop().create_server(InstantEngine, "127.0.0.1", 0, backlog=16_384)
+async def instant_engine(pieces: Sequence[bytes] = STREAM_PIECES) -> AsyncIterator[int]:
+    """Run the engine during the block, whose streams have these pieces; yield its port."""
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: InstantEngine(pieces), "127.0.0.1", 0, backlog=16_384)
     async with server:
         yield server.sockets[0].getsockname()[1]
 
