@@ -21,7 +21,7 @@ from thunderagent.proxy.control.engine_control import EngineControl
 from thunderagent.proxy.control.facade import is_of_one_replica, turn_on
 from thunderagent.proxy.fleet.commands import command_of
 from thunderagent.proxy.fleet.replicas import Replicas
-from thunderagent.proxy.gate.access import WEBSOCKETS, Use, base_url_hint, use_of
+from thunderagent.proxy.gate.access import WEBSOCKETS, Use, base_url_hint, is_turn, use_of
 from thunderagent.proxy.gate.admin_port import AdminPort
 from thunderagent.proxy.gate.guard import Guard, Handler, says_nothing_yet
 from thunderagent.proxy.gate.held import HeldTurns, KeptBody
@@ -130,9 +130,9 @@ def front_of(
     def way_of(head: RequestHead, target: Target) -> Way | None:
         if head.upgrades:
             wants_one = head.headers["Upgrade"].lower() == "websocket"
-            may_be_told = target.spelt in WEBSOCKETS or use_of(target, "POST") is Use.TURN
+            may_be_told = target.spelt in WEBSOCKETS or is_turn(target, "POST")
             return Way(target.plainly()) if wants_one and may_be_told else None
-        if use_of(target, "POST") is Use.TURN:
+        if is_turn(target, "POST"):
             return Way(target.plainly(), stays=True)
         if is_of_one_replica(target) and (found := turn_on(target, "POST", replicas)) is not None:
             return Way(found[1], found[0], is_operators=True)

@@ -138,7 +138,6 @@ _ROWS: tuple[tuple[Access, str, str] | tuple[Access, str, str, int], ...] = (
     (ADMIN, "*", "/workers**"),
     (ADMIN, "*", "/add_worker"),
     (ADMIN, "*", "/remove_worker"),
-    (ADMIN, "*", "/list_workers"),
     # What an engine does for a program.
     (ENGINE, "*", "/v1/chat/completions**"),
     (ENGINE, "*", "/v1/completions**"),
@@ -256,7 +255,10 @@ class _Pattern(NamedTuple):
         wanted = self.words
         if len(words) < len(wanted) or (len(words) > len(wanted) and not self.is_open):
             return False
-        return all(want in ("{}", word) for want, word in zip(wanted, words, strict=False))
+        for want, word in zip(wanted, words, strict=False):  # noqa: SIM110 - a generator costs a call for each word
+            if want not in ("{}", word):
+                return False
+        return True
 
 
 def _read_pattern(pattern: str) -> _Pattern:
@@ -343,14 +345,18 @@ def base_url_hint(target: Target) -> str | None:
     return None
 
 
+def is_turn(target: Target, method: str) -> bool:
+    """Return whether a request is a turn on an API that we speak."""
+    return method not in _NEVER_GENERATE and target.words in _TURN_WORDS
+
+
 def use_of(target: Target, method: str) -> Use:
     """Return what a request wants of an engine. Cost: a lookup for a turn, one pass over the table for others."""
-    may_generate = method not in _NEVER_GENERATE
-    if may_generate and target.words in _TURN_WORDS:
+    if is_turn(target, method):
         return Use.TURN
     if is_engine_control(target):
         return Use.ENGINE_CONTROL
-    if not may_generate or any(pattern.matches(target.words) for pattern in _KEPT_NOWHERE):
+    if method in _NEVER_GENERATE or any(pattern.matches(target.words) for pattern in _KEPT_NOWHERE):
         return Use.SIDE_CALL
     return Use.GENERATE
 
