@@ -1021,14 +1021,13 @@ async def test_a_held_stream_is_aborted_as_a_stream() -> None:
 
 
 async def test_the_facade_lists_urls_of_ours() -> None:
-    """The lists have the shapes of both generations of SGLang's gateway."""
+    """The list has the shape of SGLang's gateway."""
     async with replicas_behind() as (proxy, replicas):
         listed = (await get(proxy.url, "/workers")).json()
         assert [each["id"] for each in listed["workers"]] == [id_of(replica) for replica in replicas]
         urls = [f"{proxy.url}/workers/{id_of(replica)}" for replica in replicas]
         assert [each["url"] for each in listed["workers"]] == urls
         assert (listed["total"], listed["stats"]["healthy_workers"]) == (2, 2)
-        assert (await get(proxy.url, "/list_workers")).json() == {"urls": urls}
 
 
 async def test_the_facade_passes_everything_on() -> None:
@@ -1071,8 +1070,8 @@ async def test_a_turn_by_the_facade_is_load_on_that_replica() -> None:
         path = f"/workers/{id_of(other)}/v1/chat/completions"
         turn_by_facade = asyncio.create_task(post(proxy.url, path, turn("a")))
         await held(proxy, 1)
-        assert (await get(proxy.url, f"/workers/{id_of(one)}/get_load")).json()[0]["num_reqs"] == 0
-        assert (await get(proxy.url, f"/workers/{id_of(other)}/get_load")).json()[0]["num_reqs"] == 1
+        loads = (await get(proxy.url, "/v1/loads")).json()["loads"]
+        assert {each["replica_id"]: each["num_total_reqs"] for each in loads} == {id_of(one): 0, id_of(other): 1}
         other.behaviour = answers({})
         await post(proxy.url, f"/workers/{id_of(other)}/resume")
         assert (await turn_by_facade).status == 200

@@ -382,7 +382,7 @@ async def test_the_gateways_shapes() -> None:
             "message": "",
         }
         await proxy.up(2)
-        assert len((await get(proxy.url, "/list_workers")).json()["urls"]) == 2
+        assert (await get(proxy.url, "/workers")).json()["total"] == 2
         removed = await delete(proxy.url, f"/workers/{two.replica_id}")
         assert (removed.status, removed.json()["status"]) == (202, "accepted")
         await gone(proxy, two.replica_id)

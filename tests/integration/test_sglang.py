@@ -82,7 +82,8 @@ async def engine_metric(url: str, name: str) -> float:
 
 async def requests_count(url: str) -> int:
     """Return how many requests are in an embedded engine."""
-    return int((await get(url, "/get_load")).json()[0]["num_reqs"])
+    (load,) = (await get(url, "/v1/loads")).json()["loads"]
+    return int(load["num_running_reqs"] + load["num_waiting_reqs"])
 
 
 async def until_requests(url: str, count: int) -> None:

@@ -92,7 +92,7 @@ async def loaded(count):
 
 
 async def main():
-    urls = (await asked("/list_workers"))["urls"]
+    urls = [worker["url"] for worker in (await asked("/workers"))["workers"]]
     client = RemoteInferenceClient(proxy_url=PROXY, server_urls=urls, data_parallel_size=1, model_name="policy")
 
     def generate(names, version):

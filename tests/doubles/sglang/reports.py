@@ -63,18 +63,3 @@ def loads(engine: Engine) -> Json:
         "token_usage": stats.kv_usage_ratio,
     }
     return {"timestamp": datetime.now(UTC).isoformat(), "version": VERSION, "loads": [of_rank]}
-
-
-def load(engine: Engine) -> list[Json]:
-    """Return the load of each rank, in the form of older versions."""
-    stats, waiting_tokens = engine.stats, engine.waiting_tokens
-    return [
-        {
-            "dp_rank": 0,
-            "num_reqs": stats.running_count + stats.waiting_count,
-            "num_waiting_reqs": stats.waiting_count,
-            "num_tokens": stats.used_block_count * engine.config.block_size + waiting_tokens,
-            "num_pending_tokens": waiting_tokens,
-            "ts_tic": time.perf_counter(),
-        }
-    ]

@@ -24,7 +24,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from tests.doubles.sglang.answers import OpenAIForm, Running, generate_answer, usage
 from tests.doubles.sglang.engine import SglangEngine
 from tests.doubles.sglang.metrics import SglangCollector
-from tests.doubles.sglang.reports import load, loads, model_info, models, server_info
+from tests.doubles.sglang.reports import loads, model_info, models, server_info
 from tests.doubles.sglang.requests import (
     AbortBody,
     Asked,
@@ -93,7 +93,6 @@ class SglangServer:
                 web.get("/get_server_info", self._server_info),
                 web.get("/metrics", self._metrics),
                 web.get("/v1/loads", self._loads),
-                web.get("/get_load", self._load),
                 web.post("/abort_request", self._abort_request),
                 web.post("/pause_generation", self._pause_generation),
                 web.post("/continue_generation", self._continue_generation),
@@ -292,9 +291,6 @@ class SglangServer:
 
     async def _loads(self, _request: web.Request) -> web.Response:
         return json_response(loads(self._engine))
-
-    async def _load(self, _request: web.Request) -> web.Response:
-        return json_response(load(self._engine))
 
 
 async def _begin_stream(request: web.Request) -> web.StreamResponse:

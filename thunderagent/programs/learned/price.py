@@ -495,7 +495,6 @@ class Fit:
         "generated_token_s",
         "iteration_s",
         "least",
-        "outside_s",
         "relative_error",
         "sequence_s",
         "slow",
@@ -517,7 +516,7 @@ class Fit:
         what was computed for certain was.
         """
         self.slow, self.least = slow, least
-        self.outside_s = self.error_token_s = self.relative_error = 0.0
+        self.error_token_s = self.relative_error = 0.0
         self.generated_token_s: float = 0.0
         tokens = [turn.least_tokens if least else turn.computed_tokens for turn in turns]
         speeds_s = [_until(turn) / turn.output_tokens for turn in turns if turn.output_tokens > 1]
@@ -562,7 +561,7 @@ class Fit:
         if not any(turn.loaded_tokens for turn in turns):
             rows = [row[:4] for row in rows]
         found = Solution(rows, times_s, _overlap(turns, chosen), passes_count=4 if last else 2)
-        self.outside_s, self.iteration_s, self.token_s, self.sequence_s = found.prices[:4]
+        self.iteration_s, self.token_s, self.sequence_s = found.prices[1:4]
         self.error_token_s, self.relative_error = found.error_token_s, found.relative_error
         quickest_s = 0.0
         if self.slow:

@@ -1,9 +1,9 @@
 """The facade: each replica has a URL here, so that what a trainer tells one engine passes through us.
 
-Trainers ask a gateway for its engines (`GET /workers`, or older `GET /list_workers`) and then talk to each. The URLs
-that they get are ours. A control call here has the same effect as one to all replicas, but on this one. A turn is an
-anonymous turn on that replica, whatever program it names. `/v1/loads` counts held turns, too. Everything else is
-forwarded unchanged, including what is never sent to all replicas.
+Trainers ask a gateway for its engines (`GET /workers`) and then talk to each. The URLs that they get are ours. A
+control call here has the same effect as one to all replicas, but on this one. A turn is an anonymous turn on that
+replica, whatever program it names. `/v1/loads` counts held turns, too. Everything else is forwarded unchanged,
+including what is never sent to all replicas.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from aiohttp import web
 
 from thunderagent.errors import NotFoundError
 from thunderagent.proxy.control.engine_control import EngineControl
-from thunderagent.proxy.control.loads import load_of, old_load_of
+from thunderagent.proxy.control.loads import load_of
 from thunderagent.proxy.fleet.commands import command_of
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.access import Use, is_known, use_of
@@ -29,8 +29,6 @@ ForwardTo = Callable[[web.Request, str, Target], Awaitable[web.StreamResponse]]
 """Forward a request to a replica, for a target there, with a lease or without, and relay the answer."""
 
 REPLICAS_PATH = "/workers/"
-
-OLD_LOAD_PATHS = ("/get_load", "/get_loads")
 
 
 def is_of_one_replica(target: Target) -> bool:
@@ -74,10 +72,8 @@ class Facade:
         """Return the routes of the facade."""
         return [
             web.get("/workers", self.list_replicas),
-            web.get("/list_workers", self.list_urls),
             web.route("*", "/workers/{path:[^/]+/.+}", self.pass_on),
             web.get("/v1/loads", self.loads),
-            *(web.get(path, self.old_loads) for path in OLD_LOAD_PATHS),
         ]
 
     async def list_replicas(self, request: web.Request) -> web.Response:
@@ -93,10 +89,6 @@ class Facade:
         }
         return web.json_response({"workers": described, "total": len(described), "stats": stats})
 
-    async def list_urls(self, request: web.Request) -> web.Response:
-        """List the replicas as SGLang's gateway did before 0.2.2, and as slime's own does."""
-        return web.json_response({"urls": [self._url(request, replica_id) for replica_id in self._replicas.known]})
-
     async def pass_on(self, request: web.Request) -> web.StreamResponse:
         """Forward a request to the replica that it names."""
         replica_id, target = target_of(request).below()
@@ -109,17 +101,11 @@ class Facade:
             return await self._turn_on(request, *found)
         if request.method == "GET" and target.spelt == "/v1/loads":
             return await self._loads_of(request, replica_id, target.plainly())
-        if request.method == "GET" and target.spelt in OLD_LOAD_PATHS:
-            return web.json_response(old_load_of(self._runtime, [replica_id]))
         return await self._forward_to(request, replica_id, target)
 
     async def loads(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
         """Count turns in flight and held, of all replicas."""
         return web.json_response(load_of(self._runtime, list(self._replicas.known)))
-
-    async def old_loads(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
-        """Count them in the older shape."""
-        return web.json_response(old_load_of(self._runtime, list(self._replicas.known)))
 
     async def _loads_of(self, request: web.Request, replica_id: str, target: Target) -> web.Response:
         """Answer with the engine's counts plus the turns held for it; with our own count if it has none."""
@@ -133,14 +119,11 @@ class Facade:
         _add(reply.value.get("aggregate"), held_count, "total_waiting_reqs", "total_reqs")
         return web.json_response(reply.value)
 
-    def _url(self, request: web.Request, replica_id: str) -> str:
-        return f"{request.scheme}://{request.host}/workers/{quote(replica_id, safe=':')}"
-
     def _described(self, request: web.Request, replica_id: str) -> dict[str, Any]:
         known = self._replicas.known[replica_id]
         return {
             "id": replica_id,
-            "url": self._url(request, replica_id),
+            "url": f"{request.scheme}://{request.host}/workers/{quote(replica_id, safe=':')}",
             "model_id": "unknown",
             "priority": 50,
             "cost": 1.0,

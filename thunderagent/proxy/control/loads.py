@@ -50,19 +50,6 @@ def load_of(runtime: Runtime, replica_ids: list[str]) -> dict[str, Any]:
     }
 
 
-def old_load_of(runtime: Runtime, replica_ids: list[str]) -> list[dict[str, Any]]:
-    """Report in the shape of SGLang's older `/get_load`."""
-    return [
-        {
-            "dp_rank": load["dp_rank"],
-            "num_reqs": load["num_total_reqs"],
-            "num_waiting_reqs": load["num_waiting_reqs"],
-            "num_tokens": load["num_used_tokens"],
-        }
-        for load in load_of(runtime, replica_ids)["loads"]
-    ]
-
-
 def _load(
     rank: int,
     replica_id: str | None,

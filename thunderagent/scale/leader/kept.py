@@ -188,7 +188,6 @@ class Kept:
         self.sums = Sums({})
         self.learned = b""
         self.operated = Operated()
-        self.entries_count = 0
         self._programs: dict[tuple[str, str], tuple[Sequence[Any], int, float]] = {}
         self._told: set[tuple[str, str]] | None = None
         self._told_gateway_ids: set[str] = set()
@@ -208,7 +207,6 @@ class Kept:
     def take(self, entry: Entry, now_s: float) -> None:
         """Add the next entry, received at `now_s` of our own clock."""
         self.epoch = entry.epoch
-        self.entries_count += 1
         ahead_s = now_s - entry.now_s
         self._ahead_s[entry.epoch] = min(ahead_s, self._ahead_s.get(entry.epoch, ahead_s))
         for record in entry.records:

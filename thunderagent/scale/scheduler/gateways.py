@@ -75,8 +75,6 @@ class Gateways:
         self.leader_id = leader_id
         self.all: dict[str, Gateway] = {}
         """By id, the last run of each."""
-        self.adopted_count = self.again_count = 0
-        """Number of adopted turns, and of ends repeated after they had been counted."""
         self.on_counted: Callable[[Gateway, int], None] | None = None
         """Called with each counted turn, and later calls `written`; None: there is no store."""
         self.on_higher: Callable[[int], None] | None = None
@@ -316,9 +314,7 @@ class Gateways:
     def _ended(self, gateway: Gateway, end: TurnEnd, running: Running | None = None) -> None:
         """Count a turn's end, once, and acknowledge it."""
         turn_id = end.turn_id
-        if turn_id in gateway.counted:
-            self.again_count += 1
-        elif turn_id in gateway.turns or running is not None:
+        if turn_id not in gateway.counted and (turn_id in gateway.turns or running is not None):
             if running is not None:
                 self._runs(gateway, running)
             own_id, lease = gateway.turns[turn_id].own_id, gateway.turns[turn_id].lease
@@ -354,7 +350,6 @@ class Gateways:
         turn = self._new(gateway, turn_id)
         self._tried_again.comes(replace(running.ask, turn_id=turn.own_id))
         turn.lease = lease
-        self.adopted_count += 1
         self._serves(gateway, lease)
         self._grants.adopted(turn.own_id, running)
 

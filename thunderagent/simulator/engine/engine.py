@@ -103,7 +103,6 @@ class Engine:
             aborted_count=self._aborted_count,
             tier_query_tokens=self._tier_query_tokens,
             tier_hit_tokens=self._tier_hit_tokens,
-            tier_used_block_count=self._tier.used_count if self._tier is not None else 0,
             tier_block_count=self.config.tier_block_count,
         )
 

@@ -181,7 +181,6 @@ class EngineStats:
     iteration_count: int = 0
     tier_query_tokens: int = 0
     tier_hit_tokens: int = 0
-    tier_used_block_count: int = 0
     tier_block_count: int = 0
 
     @property

@@ -30,11 +30,6 @@ class Tier:
     def __repr__(self) -> str:
         return f"<Tier {len(self._keys)} of {self.block_count} blocks>"
 
-    @property
-    def used_count(self) -> int:
-        """Return how many blocks it holds."""
-        return len(self._keys)
-
     def store(self, key: int) -> None:
         """Store a block as most recently used; the least recently used goes if there is no room."""
         keys = self._keys

@@ -60,7 +60,7 @@ def test_without_a_tier_it_is_computed_again() -> None:
     again = serve(engine, "again", 0, 24)
     assert again.cached_tokens == 12
     assert again.finished_s == pytest.approx(1.0 + 12 * 0.1)
-    assert (engine.stats.tier_query_tokens, engine.stats.tier_used_block_count) == (0, 0)
+    assert (engine.stats.tier_query_tokens, engine.stats.tier_block_count) == (0, 0)
 
 
 def test_of_a_context_in_the_tier_the_tail_goes_first() -> None:
