@@ -78,7 +78,7 @@ from thunderagent.runtime.fleet import Fleet
 from thunderagent.runtime.observers import Observer
 from thunderagent.runtime.operator import Operator
 from thunderagent.runtime.served_models import ServedModels
-from thunderagent.runtime.translation import arrival, arrived, ending, hinting, refusal_of
+from thunderagent.runtime.translation import arrived, ending, hinting, pinned_arrival, refusal_of
 from thunderagent.runtime.writer import Writer
 
 log = structlog.get_logger("thunderagent.runtime")
@@ -255,10 +255,13 @@ class Runtime:
 
     def _arrives(self, ask: TurnAsk, now_s: float) -> list[Decision]:
         """Report an arriving turn, and first its model if only some replicas of its pool serve that."""
-        self._tell_limits(ask, now_s)
-        if self.pools.some_partly and ask.pinned_replica_id is None and (name := self.pools.partly_name(ask.model)):
+        if ask.limits is not None or self.settings.program_limits is not None:
+            self._tell_limits(ask, now_s)
+        if ask.pinned_replica_id is not None:
+            return self._writer.dispatch(pinned_arrival(ask, ask.pinned_replica_id, now_s))
+        if self.pools.some_partly and (name := self.pools.partly_name(ask.model)):
             self._writer.dispatch(ModelAsked(now_s, ask.turn_id, name))
-        return self._writer.dispatch(arrival(ask, now_s))
+        return self._writer.dispatch(arrived(ask, now_s))
 
     def _tell_limits(self, ask: TurnAsk, now_s: float) -> None:
         """Report what the program of a turn that comes next may use, if anything limits it."""
@@ -387,12 +390,12 @@ class Runtime:
         program = self.programs.get(program_id)
         return program.claim_tokens if program is not None else 0
 
-    def lives(self, program_id: str, generation: int) -> bool:
-        """Return whether this incarnation of a program still lives."""
+    def lives(self, program_id: str, generation: int | None) -> bool:
+        """Return whether this incarnation of a program still lives; None is any."""
         if self.pools.several:
-            return any(program.generation == generation for program in self.pools.incarnations(program_id))
-        program = self.programs.get(program_id)
-        return program is not None and program.generation == generation
+            return any(generation in (None, program.generation) for program in self.pools.incarnations(program_id))
+        program = self.pools.programs.get(program_id)
+        return program is not None and (generation is None or program.generation == generation)
 
     def turns_count(self, replica_id: str) -> int:
         """Return how many turns have leases on a replica."""
@@ -494,7 +497,7 @@ class Runtime:
 
         `outcome` says how it ended: `success`, `failure`, or empty.
         """
-        lives = any(generation in (None, program.generation) for program in self.pools.incarnations(program_id))
+        lives = self.lives(program_id, generation)
         if lives or self._is_refused(program_id):
             self._writer.dispatch(ProgramReleased(self.now_s(), program_id, generation, outcome))
         return lives

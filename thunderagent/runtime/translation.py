@@ -39,11 +39,9 @@ MOST_RETRY_AFTER_S: Final = 60
 """Clients treat a longer wait as an error."""
 
 
-def arrival(ask: TurnAsk, now_s: float) -> TurnArrived | PinnedTurnArrived:
-    """Return the event of an arriving turn."""
-    if ask.pinned_replica_id is not None:
-        return PinnedTurnArrived(now_s, ask.turn_id, ask.pinned_replica_id, ask.prompt_bytes, ask.media)
-    return arrived(ask, now_s)
+def pinned_arrival(ask: TurnAsk, replica_id: str, now_s: float) -> PinnedTurnArrived:
+    """Return the event of an arriving turn that must run on a replica."""
+    return PinnedTurnArrived(now_s, ask.turn_id, replica_id, ask.prompt_bytes, ask.media)
 
 
 def arrived(ask: TurnAsk, now_s: float) -> TurnArrived:

@@ -376,8 +376,7 @@ class Admin:
         self, program_id: str, generation: int | None, outcome: str, *, may: bool, aborts: bool = False
     ) -> web.Response:
         not_ok = self._not_ok([program_id]) if may else {}
-        lives = self._runtime.pools.incarnations(program_id) if may and aborts else ()
-        if any(generation in (None, program.generation) for program in lives):
+        if may and aborts and self._runtime.lives(program_id, generation):
             self._runtime.abort_turns(program_id, ProgramReleasedError.code)
         released = may and self._runtime.release(program_id, generation, outcome)
         judged = not_ok[program_id].model_dump() if released and not_ok else {}

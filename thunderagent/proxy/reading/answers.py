@@ -146,7 +146,11 @@ _ANNOUNCES: Final = re.compile(rb'"type"\s*:\s*"(message_start|ping|response\.(c
 def says_something(events: bytes) -> bool:
     """Return whether the begin of a stream has a whole event that is no comment, and no mere announcement."""
     end = end_of_last_event(events, 0)
-    return any(data and not _ANNOUNCES(data) for data in map(data_of, events_in(events[:end])))
+    for event in events_in(events[:end]):
+        data = data_of(event)
+        if data and not _ANNOUNCES(data):
+            return True
+    return False
 
 
 class StreamUsage:

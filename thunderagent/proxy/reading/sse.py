@@ -44,7 +44,7 @@ def data_of(event: bytes) -> bytes:
     """Return the data of an event."""
     if len(event) > LARGE_EVENT_BYTES:
         return _data_of_large(event)
-    return b"\n".join(line[5:].strip() for line in event.splitlines() if line.startswith(b"data:"))
+    return b"\n".join([line[5:].strip() for line in event.splitlines() if line.startswith(b"data:")])
 
 
 def _data_of_large(event: bytes) -> bytes:

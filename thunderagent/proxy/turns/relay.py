@@ -161,8 +161,8 @@ class Relay:
     ) -> None:
         """Relay a stream of events as they come, and end the lease with their usage and calls."""
         streamed = _Streamed(self, exchange, record, lease, upstream)
-        if not exchange.begun:
-            await done(exchange.begin(upstream.status, upstream.reason, headers))
+        if not exchange.begun and (wait := exchange.begin(upstream.status, upstream.reason, headers)) is not None:
+            await wait
         replica_id = lease.granted.replica_id
         try:
             await self._client.pipe(replica_id, upstream, streamed.take)
@@ -179,7 +179,8 @@ class Relay:
         if rest := streamed.rest():
             await done(exchange.write(rest))
         self._end_stream(record, lease, streamed)
-        await done(exchange.end())
+        if (wait := exchange.end()) is not None:
+            await wait
 
     def _end_stream(self, record: Record, lease: OpenLease, streamed: _Streamed) -> None:
         streamed.count(self._metrics)
