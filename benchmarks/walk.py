@@ -12,9 +12,10 @@ import asyncio
 import json
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -143,7 +144,7 @@ async def client_of(url: str) -> AsyncIterator[Client]:
         writer.close()
 
 
-async def walk_of(take: Callable[[], Any]) -> Walk:
+async def walk_of(take: Callable[[], Awaitable[None]]) -> Walk:
     """Take a walk once, with all that it leaves to be done after its answer."""
     with counted() as walk:
         await take()
@@ -185,10 +186,10 @@ async def walk_serve(engine_port: int) -> dict[str, list[Walk]]:
             for warm in (False, True):
                 await client.turn(program_id, stream=warm)
             round_of = {
-                "turn": lambda program_id=program_id: client.turn(program_id),
-                "stream of two tokens": lambda program_id=program_id: client.turn(program_id, stream=True),
-                "release": lambda program_id=program_id: client.post("/programs/release", {"program_id": program_id}),
-                "poll": lambda: poll(runtime),
+                "turn": partial(client.turn, program_id),
+                "stream of two tokens": partial(client.turn, program_id, stream=True),
+                "release": partial(client.post, "/programs/release", {"program_id": program_id}),
+                "poll": partial(poll, runtime),
             }
             for name, take in round_of.items():
                 walk = await walk_of(take)
@@ -210,7 +211,7 @@ async def walk_link(engine_port: int) -> list[Walk]:
         config = ServeConfig.load(schedulers=(url,), port=0, grace_s=0.0)
         _, runtime, _, _ = await stack.enter_async_context(gateway(config))
         await until(lambda: runtime.replicas.open_ids)
-        walks = [await walk_of(lambda: lease(runtime)) for _ in range(REPEATS_COUNT + 1)]
+        walks = [await walk_of(partial(lease, runtime)) for _ in range(REPEATS_COUNT + 1)]
         return walks[1:]
 
 

@@ -52,7 +52,7 @@ async def load_of(client: httpx2.AsyncClient) -> dict[str, Any]:
 async def running_count(client: httpx2.AsyncClient, count: int) -> None:
     """Wait until this number of requests is inside."""
     async with asyncio.timeout(20):
-        while sum((await load_of(client))[name] for name in ("num_running_reqs", "num_waiting_reqs")) != count:
+        while (load := await load_of(client))["num_running_reqs"] + load["num_waiting_reqs"] != count:
             await asyncio.sleep(0.005)
 
 

@@ -99,8 +99,8 @@ ENDPOINTS = {
     *("destroy_weights_update_group", "shutdown_weight_transfer_engine", "abort_request", "abort_requests"),
     *("load_lora_adapter", "unload_lora_adapter", "init_weights_update_group", "init_weight_transfer_engine"),
     *("init_weight_transfer", "init_broadcaster", "init_weights_send_group_for_remote_instance"),
-    *("send_weights_to_remote_instance", "workers", "weight_sync", "leases", "rollouts"),
-    *("end", "release", "scheduler"),
+    *("send_weights_to_remote_instance", "workers", "list_workers", "weight_sync", "leases", "rollouts"),
+    *("get_load", "get_loads", "end", "release", "scheduler"),
     *("add_worker", "remove_worker"),
     *("health_generate", "model_info", "server_info", "get_server_info", "open_session", "close_session"),
     "min",  # a column of a benchmark's table

@@ -69,7 +69,6 @@ from thunderagent.programs.model.fleet_events import (
 )
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.records.limits import ProgramLimits, least_of
-from thunderagent.programs.model.records.signals import Signal
 from thunderagent.programs.model.verdict import ReplicaState
 from thunderagent.programs.pools import Pools
 from thunderagent.programs.scheduler import Scheduler
@@ -174,18 +173,14 @@ class Runtime:
         """What operators may request."""
         self.stands_by = False
         """Whether another scheduler leads: then nothing is granted here."""
-        self._closing = False
+        self.closing = False
+        """Whether no new lease is granted any more."""
         self.leaving = False
         self._no_lease_left: asyncio.Event | None = None
         """Set with the end of the last lease, once somebody waits for that."""
 
     def __repr__(self) -> str:
         return f"<Runtime: {self.leases_count} leases, {len(self._waiters)} held, {self.scheduler!r}>"
-
-    @property
-    def closing(self) -> bool:
-        """Whether no new lease is granted any more."""
-        return self._closing
 
     @property
     def has_crashed(self) -> bool:
@@ -203,8 +198,8 @@ class Runtime:
         if self.replicas.names_models and not (self.stands_by or self.served.is_plain(ask.model)):
             came_s = self.now_s()
             ask = await self._with_pool(ask, came_s, while_held)
-        if self._closing or self.stands_by:
-            raise ShuttingDownError("the proxy is shutting down") if self._closing else StandingByError(ELSEWHERE)
+        if self.closing or self.stands_by:
+            raise ShuttingDownError("the proxy is shutting down") if self.closing else StandingByError(ELSEWHERE)
         turn_id = ask.turn_id
         if ask.supersedes_id is not None:
             self.tried_again(ask.supersedes_id)
@@ -365,10 +360,6 @@ class Runtime:
         that.
         """
         return self._writer.observers.add(observer, about)
-
-    def listen(self, listener: Callable[[Signal], None]) -> Callable[[], None]:
-        """Call `listener` with each signal of the information stream; return a function that ends that."""
-        return self.pools.listen(listener)
 
     # --- what whoever carries bytes may ask; see `LeaseSource`
 
@@ -615,7 +606,7 @@ class Runtime:
 
     def replica_pressed(self, replica_id: str, for_s: float, why: str) -> None:
         """Report that a replica says it is full: it is granted nothing for that time."""
-        if replica_id not in self.pools.replicas or self._closing:
+        if replica_id not in self.pools.replicas or self.closing:
             return
         timer = self._pressed.pop(replica_id, None)
         if timer is not None:
@@ -628,7 +619,7 @@ class Runtime:
 
     def _ease(self, replica_id: str) -> None:
         self._pressed.pop(replica_id, None)
-        if replica_id in self.pools.replicas and not self._closing:
+        if replica_id in self.pools.replicas and not self.closing:
             self.continue_grants(BACKPRESSURE, replica_id)
 
     async def run(self) -> None:
@@ -651,7 +642,7 @@ class Runtime:
 
         Without `waits` they go on elsewhere: gateways carry them, and report their end to another scheduler.
         """
-        self._closing = True
+        self.closing = True
         for timer in self._pressed.values():
             timer.cancel()
         self.served.close()

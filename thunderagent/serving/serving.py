@@ -117,7 +117,7 @@ async def serve(
         if config.signal_log is not None:
             signal_log = SignalLogWriter(config.signal_log, KIND_OF.__getitem__, runtime.now_s)
             stack.callback(signal_log.close)
-            runtime.listen(signal_log.write)
+            runtime.pools.listen(signal_log.write)
         urls = config.backends
         if config.simulates_engines:
             urls = await stack.enter_async_context(embedded_engines(config))

@@ -161,7 +161,7 @@ class EventFeed:
         """Record signals while somebody wants them: otherwise none are made."""
         self._signal_listeners_count += wanted
         if wanted and self._stop_signals is None:
-            self._stop_signals = self._runtime.listen(self._record_signal)
+            self._stop_signals = self._runtime.pools.listen(self._record_signal)
         try:
             yield
         finally:
