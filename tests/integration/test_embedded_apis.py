@@ -310,6 +310,25 @@ async def test_a_response_format_and_a_stop_are_kept(url: str) -> None:
             await client.chat.completions.create(**asked, tools=FUNCTIONS, tool_choice=named)
 
 
+async def test_every_api_keeps_a_form(url: str) -> None:
+    """Text completions, the messages' `output_config`, and `structured_outputs`, too."""
+    form: Any = {"type": "json_schema", "schema": WEATHER}
+    chosen: Any = {"extra_body": {"structured_outputs": {"choice": ["yes", "no"]}}}
+    async with openai_at(f"{url}/v1") as client, anthropic_at(url) as other:
+        text: Any = {"model": "simulated", "prompt": TEXT}
+        shaped = await client.completions.create(
+            **text, extra_body={"response_format": {"type": "json_schema", "json_schema": form}}
+        )
+        assert json.loads(shaped.choices[0].text) == {"city": "text", "days": 2}
+        assert (await client.completions.create(**text, **chosen)).choices[0].text == "yes"
+        answer = await client.chat.completions.create(model="simulated", messages=USER, **chosen)
+        assert answer.choices[0].message.content == "yes"
+        said = await other.messages.create(
+            model="simulated", max_tokens=50, messages=USER, extra_body={"output_config": {"format": form}}
+        )
+        assert json.loads(said.content[0].text) == {"city": "text", "days": 2}
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_an_agent_of_responses_calls_two_tools_and_ends(url: str, streamed: bool) -> None:
     """Each result follows the response by its id, so only the store knows what was called before."""
@@ -396,6 +415,8 @@ async def test_a_schema_without_a_small_instance_is_refused_in_the_caller_s_api(
         ("responses", {"model": "simulated", "input": TEXT, "tools": [{"type": "function", **function}]}),
         ("responses", {"model": "simulated", "input": TEXT, "text": {"format": form}}),
         ("messages", {**chat, "max_tokens": 9, "tools": [{"name": "look", "input_schema": schema}]}),
+        ("messages", {**chat, "max_tokens": 9, "output_config": {"format": form}}),
+        ("completions", {"prompt": TEXT, "structured_outputs": {"json": schema}}),
     ]
     async with httpx2.AsyncClient(base_url=f"{url}/v1/", timeout=DEADLINE_S) as client:
         for path, body in asked:

@@ -128,9 +128,13 @@ def _chat_call(call: Call) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class CompletionForm:
-    """Shapes an answer as a text completion; each word follows a space, so that it continues the prompt."""
+    """Shapes an answer as a text completion; each word follows a space, so that it continues the prompt.
+
+    With `is_formed` the first does not: the text is what a form asks for, and nothing else.
+    """
 
     model: str
+    is_formed: bool = False
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -138,9 +142,9 @@ class CompletionForm:
         """Return what a stream begins with: nothing."""
         return []
 
-    def chunk(self, words: list[str], *, is_first: bool, finish_reason: str | None) -> Json:  # noqa: ARG002 - the seam
+    def chunk(self, words: list[str], *, is_first: bool, finish_reason: str | None) -> Json:
         """Return the chunk for these words, the answer's last if there is a finish reason."""
-        return {**self._head(), "choices": [self._choice(words, finish_reason)]}
+        return {**self._head(), "choices": [self._choice(words, finish_reason, is_first=is_first)]}
 
     def usage_chunk(self, usage: Json) -> Json:
         """Return the chunk that holds the usage and no choice."""
@@ -148,13 +152,15 @@ class CompletionForm:
 
     def whole(self, words: list[str], finish_reason: str, usage: Json) -> Json:
         """Return the answer in one piece."""
-        return {**self._head(), "choices": [self._choice(words, finish_reason)], "usage": usage}
+        return {**self._head(), "choices": [self._choice(words, finish_reason, is_first=True)], "usage": usage}
 
     def _head(self) -> Json:
         return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
 
-    def _choice(self, words: list[str], finish_reason: str | None) -> Json:
+    def _choice(self, words: list[str], finish_reason: str | None, *, is_first: bool) -> Json:
         text = "".join(f" {word}" for word in words)
+        if is_first and self.is_formed:
+            text = text[1:]
         return {
             "index": 0,
             "text": text,

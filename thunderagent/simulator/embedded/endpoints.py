@@ -38,7 +38,7 @@ from thunderagent.simulator.embedded.requests import (
     parse,
 )
 from thunderagent.simulator.embedded.responses_api import ResponsesBody, ResponsesForm, ResponseStore, Stored
-from thunderagent.simulator.embedded.scripted import scripted_answer
+from thunderagent.simulator.embedded.scripted import has_form, scripted_answer
 from thunderagent.simulator.embedded.tokens import Answer, cut_at_stop
 from thunderagent.simulator.embedded.vllm_control import VllmControl
 from thunderagent.simulator.engine.realtime import Generation
@@ -107,8 +107,10 @@ class EngineServer:
 
     async def _completion(self, request: web.Request) -> web.StreamResponse:
         body = parse(await request.read(), CompletionBody)
-        prompt, answer = self.composed(body, body.encode(self._tokenizer))
-        return await self._generate(request, body, CompletionForm(self.config.model), prompt, answer)
+        chat = body.as_chat()
+        prompt, answer = self.composed(body, body.encode(self._tokenizer), chat)
+        form = CompletionForm(self.config.model, is_formed=has_form(chat))
+        return await self._generate(request, body, form, prompt, answer)
 
     async def _response(self, request: web.Request) -> web.StreamResponse:
         body = parse(await request.read(), ResponsesBody)
@@ -175,10 +177,9 @@ class EngineServer:
         self._check_model(body.model)
         body.validate(allows_priority=engine_config.scheduling_policy == "priority")
         limit_tokens = body.answer_limit_tokens(len(prompt), engine_config.context_limit_tokens)
-        if chat is not None and (chat.tools or chat.tool_choice or chat.response_format):
-            scripted = scripted_answer(chat, self._tokenizer, limit_tokens)
-            if scripted is not None:
-                return prompt, scripted
+        scripted = None if chat is None else scripted_answer(chat, self._tokenizer, limit_tokens)
+        if scripted is not None:
+            return prompt, scripted
         answer = self._ranks[0].compose(
             prompt,
             limit_tokens=limit_tokens,

@@ -41,14 +41,16 @@ class MessagesBody(GenerationBody, kw_only=True):
     tools: list[Json] | None = None
     tool_choice: Json | None = None
     stop_sequences: list[str] | None = None
+    output_config: Json | None = None
 
     def stops(self) -> list[str]:
         """Return the texts at which the answer ends."""
         return self.stop_sequences or []
 
     def as_chat(self) -> ChatBody | None:
-        """Return what decides about calls, as a chat; None without tools. Raises ApiError for an unknown choice."""
-        if not self.tools:
+        """Return what decides about calls and JSON, as a chat; None without. Raises ApiError for an unknown choice."""
+        form = (self.output_config or {}).get("format")
+        if not (self.tools or form):
             return None
         chosen = self.tool_choice or {"type": "auto"}
         kind = chosen.get("type")
@@ -57,7 +59,7 @@ class MessagesBody(GenerationBody, kw_only=True):
             choice = {"function": {"name": chosen.get("name")}}
         if choice is None:
             raise ApiError(f"tool_choice must be auto, any, tool or none, got {chosen!r}.", param="tool_choice")
-        own = [tool for tool in self.tools if "input_schema" in tool]  # the rest are the API's server tools
+        own = [tool for tool in self.tools or [] if "input_schema" in tool]  # the rest are the API's server tools
         return ChatBody(
             messages=[_as_chat(message) for message in self.messages],
             tools=[
@@ -65,6 +67,8 @@ class MessagesBody(GenerationBody, kw_only=True):
                 for tool in own
             ],
             tool_choice=choice,
+            stop=self.stop_sequences,
+            response_format={**form, "json_schema": form} if isinstance(form, dict) else None,
         )
 
     def encode(self, tokenizer: WordTokenizer) -> list[int]:

@@ -132,6 +132,7 @@ class ChatBody(GenerationBody, kw_only=True):
     tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = None
     response_format: Json | None = None
+    structured_outputs: Json | None = None
 
     @property
     def limit_tokens(self) -> int | None:
@@ -148,6 +149,17 @@ class CompletionBody(GenerationBody, kw_only=True):
 
     prompt: str | list[Any]
     max_tokens: int | None = 16  # as in vLLM
+    response_format: Json | None = None
+    structured_outputs: Json | None = None
+
+    def as_chat(self) -> ChatBody:
+        """Return what decides about the form of the answer, as a chat."""
+        return ChatBody(
+            messages=[],
+            stop=self.stop,
+            response_format=self.response_format,
+            structured_outputs=self.structured_outputs,
+        )
 
     def encode(self, tokenizer: WordTokenizer) -> list[int]:
         """Return the prompt's tokens; ApiError for several prompts."""

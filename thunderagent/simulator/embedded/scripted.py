@@ -368,21 +368,57 @@ def _multiples(number: float, step: float) -> list[float]:
     return [math.floor(steps) * step, math.ceil(steps) * step] if math.isfinite(steps) else []
 
 
-def json_instance(response_format: Any) -> str | None:
-    """Return the answer that a `response_format` asks for as JSON with single spaces; None if it asks for text."""
+def formed_text(response_format: Any, structured_outputs: Any = None) -> str | None:
+    """Return the text that a format asks for, JSON with single spaces; None if any words will do. Raises ApiError.
+
+    `structured_outputs` is vLLM's own field; `response_format` goes first.
+    """
     kind = response_format.get("type") if isinstance(response_format, dict) else None
     if kind == "json_object":
         return "{}"
-    if kind != "json_schema":
-        return None
-    described = response_format.get("json_schema")
-    if not isinstance(described, dict) or "schema" not in described:
-        raise ApiError("response_format json_schema needs a schema.", param="response_format")
-    return json.dumps(instance_of(described["schema"]), ensure_ascii=False)
+    if kind == "json_schema":
+        described = response_format.get("json_schema")
+        if not isinstance(described, dict) or "schema" not in described:
+            raise ApiError("response_format json_schema needs a schema.", param="response_format")
+        return _json_of(described["schema"])
+    for form, wanted in (structured_outputs or {}).items():
+        match form:
+            case "json" if wanted is not None:
+                return _json_of(_decoded(wanted) if isinstance(wanted, str) else wanted)
+            case "json_object" if wanted:
+                return "{}"
+            case "choice" if wanted is not None:
+                if isinstance(wanted, list) and wanted and isinstance(wanted[0], str):
+                    return wanted[0]
+                raise ApiError("structured_outputs.choice must be texts.", param="structured_outputs")
+            case "regex" | "grammar" | "structural_tag" if wanted is not None:
+                raise ApiError(
+                    f"This engine makes no text by a {form}: give structured_outputs json or choice.",
+                    param="structured_outputs",
+                )
+    return None
+
+
+def _json_of(schema: Any) -> str:
+    return json.dumps(instance_of(schema), ensure_ascii=False)
+
+
+def _decoded(schema: str) -> Any:
+    try:
+        return json.loads(schema)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(f"structured_outputs.json is no JSON: {error}", param="structured_outputs") from None
+
+
+def has_form(body: ChatBody) -> bool:
+    """Return whether a chat asks for a form of its text. Raises ApiError."""
+    return formed_text(body.response_format, body.structured_outputs) is not None
 
 
 def scripted_answer(body: ChatBody, tokenizer: WordTokenizer, limit_tokens: int) -> Answer | None:
-    """Return the calls or the JSON that a chat asks for; None if words will do. Raises ApiError."""
+    """Return the calls or the form that a chat asks for; None if any words will do. Raises ApiError."""
+    if not (body.tools or body.tool_choice or body.response_format or body.structured_outputs):
+        return None
     calls = planned_calls(
         [_tool(tool) for tool in body.tools or []],
         _choice(body.tool_choice),
@@ -395,7 +431,7 @@ def scripted_answer(body: ChatBody, tokenizer: WordTokenizer, limit_tokens: int)
         if len(token_ids) <= limit_tokens:
             return Answer(token_ids, "tool_calls", [], calls)
         return Answer(token_ids[:limit_tokens], "length", [])
-    text = json_instance(body.response_format)
+    text = formed_text(body.response_format, body.structured_outputs)
     if text is None:
         return None
     words = text.split(" ")

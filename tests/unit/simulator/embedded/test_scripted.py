@@ -11,7 +11,7 @@ import pytest
 
 from thunderagent.simulator.embedded.requests import ApiError
 from thunderagent.simulator.embedded.responses_api import ResponsesBody
-from thunderagent.simulator.embedded.scripted import INSTANCE_LIMIT, Tool, instance_of, json_instance, planned_calls
+from thunderagent.simulator.embedded.scripted import INSTANCE_LIMIT, Tool, formed_text, instance_of, planned_calls
 from thunderagent.simulator.embedded.tokens import Answer, cut_at_stop
 
 TOOLS = [Tool("look", {}), Tool("count", {}), Tool("third", {})]
@@ -299,12 +299,36 @@ def test_a_plain_response_is_not_read_as_a_chat() -> None:
 def test_json_is_made_for_a_response_format() -> None:
     """Plain text asks for none."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    text = json_instance({"type": "json_schema", "json_schema": {"name": "n", "schema": schema}})
+    text = formed_text({"type": "json_schema", "json_schema": {"name": "n", "schema": schema}})
     assert text is not None
     assert json.loads(text) == {"a": 0}
-    assert json_instance({"type": "json_object"}) == "{}"
-    assert json_instance({"type": "text"}) is None
-    assert json_instance(None) is None
+    assert formed_text({"type": "json_object"}) == "{}"
+    assert formed_text({"type": "text"}) is None
+    assert formed_text(None) is None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "text"),
+    [
+        ({"json": {"type": "integer", "minimum": 3}}, "3"),
+        ({"json": '{"type": "boolean"}'}, "false"),
+        ({"json_object": True}, "{}"),
+        ({"choice": ["not yet", "no"]}, "not yet"),
+        ({"json": None, "choice": None, "regex": None, "json_object": False}, None),
+        ({"disable_any_whitespace": True}, None),
+    ],
+)
+def test_structured_outputs_have_a_form(wanted: dict[str, Any], text: str | None) -> None:
+    """The engine's own field; a `response_format` goes first."""
+    assert formed_text(None, wanted) == text
+    assert formed_text({"type": "json_object"}, wanted) == "{}"
+
+
+@pytest.mark.parametrize("wanted", [{"regex": "a+"}, {"grammar": "root"}, {"choice": []}, {"choice": 7}, {"json": "{"}])
+def test_structured_outputs_without_a_known_text_are_refused(wanted: dict[str, Any]) -> None:
+    """They are not ignored."""
+    with pytest.raises(ApiError):
+        formed_text(None, wanted)
 
 
 def test_an_answer_ends_before_its_first_stop() -> None:
