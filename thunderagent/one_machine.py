@@ -9,7 +9,7 @@ import socket
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import structlog
@@ -20,6 +20,7 @@ from thunderagent.proxy.gate.keys import mint_key
 from thunderagent.scaling import begin_process, check_gateways, scheduler
 from thunderagent.serving.listening import CLOSE_S
 from thunderagent.serving.security import check_security
+from thunderagent.serving.serving import Announcer, announce
 
 log = structlog.get_logger("thunderagent")
 
@@ -27,9 +28,7 @@ RESTARTS_COUNT, RESTARTS_WITHIN_S = 5, 60.0
 """Gateways that end are restarted, in total this often within that time; then everything ends."""
 
 
-async def serve_with_gateways(
-    config: ServeConfig, options: Sequence[str], *, ready: Callable[[str, str], None]
-) -> None:
+async def serve_with_gateways(config: ServeConfig, options: Sequence[str], *, announcer: Announcer | None) -> None:
     """Run a scheduler, and `config.gateways` gateways on one port, each a process given `options`.
 
     A gateway that ends is restarted, within a bound; beyond that everything ends. Raises as `serve` does.
@@ -44,22 +43,24 @@ async def serve_with_gateways(
             own["admin_keys"] = (*config.admin_keys, line)
             environment[f"{ENVIRONMENT_PREFIX}SCHEDULER_KEY"] = key
         stop = begin_process()
-        async with scheduler(config.model_copy(update=own)) as (url, name, _):
+        async with scheduler(config.model_copy(update=own)) as (url, runtime, _):
             more = ("--schedulers", url, "--host", config.host, "--port", str(port), "--gateways", "0")
             command = (sys.executable, "-m", "thunderagent", "gateway", *options, *more, "--end-with-stdin")
+            gateways = _Gateways(command, environment, config.gateways, config.shutdown_delay_s + config.grace_s)
+            host = f"[{config.host}]" if ":" in config.host else config.host
+            shared_url = f"{'http' if config.tls_cert is None else 'https'}://{host}:{port}"
+            what = f"policy {runtime.scheduler.policy.name}, {config.gateways} gateways, scheduler {url}"
+
+            async def tell() -> None:
+                await gateways.listening.wait()
+                await announce(announcer, runtime, shared_url, what)
+
             async with asyncio.TaskGroup() as group:
-                gateways = _Gateways(command, environment, config.gateways, config.shutdown_delay_s + config.grace_s)
+                telling = group.create_task(tell())
                 running = group.create_task(gateways.run())
                 stopping = group.create_task(stop.wait())
-                await asyncio.wait(
-                    {group.create_task(gateways.ready.wait()), running, stopping}, return_when=asyncio.FIRST_COMPLETED
-                )
-                if gateways.ready.is_set():
-                    host = f"[{config.host}]" if ":" in config.host else config.host
-                    scheme = "http" if config.tls_cert is None else "https"
-                    ready(f"{scheme}://{host}:{port}", f"{name}, {config.gateways} gateways, scheduler {url}")
                 await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
-                gateways.ready.set()
+                telling.cancel()
                 if running.done():
                     stopping.cancel()
                 else:
@@ -86,11 +87,11 @@ class _Gateways:
         self._count = count
         self._patience_s = patience_s
         self._processes: set[Process] = set()
-        self._ready_count = 0
+        self._listening_count = 0
         self._ended_s: deque[float] = deque(maxlen=RESTARTS_COUNT)
         self._ending = False
-        self.ready = asyncio.Event()
-        """Set once all were ready for the first time."""
+        self.listening = asyncio.Event()
+        """Set once each has said for the first time that it is ready, or why it is not yet."""
 
     async def run(self) -> None:
         """Keep all of them running, until they end too often. Raises `ConfigurationError` then."""
@@ -114,9 +115,9 @@ class _Gateways:
             line = await process.stdout.readline()
             if line and is_first:
                 is_first = False
-                self._ready_count += 1
-                if self._ready_count == self._count:
-                    self.ready.set()
+                self._listening_count += 1
+                if self._listening_count == self._count:
+                    self.listening.set()
             status = await process.wait()
             self._processes.discard(process)
             if self._ending:

@@ -28,6 +28,7 @@ from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.keys import KEY_HEADER
 from thunderagent.proxy.reading.identity import IdentityRules
+from thunderagent.runtime import Runtime
 from thunderagent.runtime.learned_state import LearnedState
 from thunderagent.scale.gateway.app import build_gateway_app
 from thunderagent.scale.gateway.carried import CarriedTurns
@@ -52,7 +53,7 @@ from thunderagent.serving.security import (
     check_security,
     guard_settings,
 )
-from thunderagent.serving.serving import background, proxy
+from thunderagent.serving.serving import Announcer, announce, background, proxy
 
 log = structlog.get_logger("thunderagent")
 
@@ -92,7 +93,7 @@ def check_gateways(config: ServeConfig, *, in_one_command: bool = False) -> None
 
 
 async def serve_scheduler(
-    config: ServeConfig, *, ready: Callable[[str, str], None] | None, ends_with_stdin: bool = False
+    config: ServeConfig, *, announcer: Announcer | None = None, ends_with_stdin: bool = False
 ) -> None:
     """Schedule for gateways, and serve as `serve` does, until SIGTERM or SIGINT, or the end of standard input.
 
@@ -106,12 +107,12 @@ async def serve_scheduler(
         await _end_with_stdin(stop)
     led_in = 0
     while not stop.is_set():
-        async with scheduler(config, led_in) as (url, name, leading):
-            if ready is not None:
-                ready(url, name)
-                ready = None
-                config = config.model_copy(update={"port": urlsplit(url).port})
-            await _first_of(stop, leading.over if leading is not None else stop)
+        async with scheduler(config, led_in) as (url, runtime, leading):
+            config = config.model_copy(update={"port": urlsplit(url).port})
+            async with background(
+                partial(announce, announcer, runtime, url, f"policy {runtime.scheduler.policy.name}")
+            ):
+                await _first_of(stop, leading.over if leading is not None else stop)
             log.info("shutting_down" if stop.is_set() else "stands_by_again")
             if leading is not None:
                 await leading.give_up()
@@ -158,8 +159,8 @@ def _led_by_a_lease(store: Store, config: ServeConfig) -> Store:
 
 
 @asynccontextmanager
-async def scheduler(config: ServeConfig, led_in: int = 0) -> AsyncIterator[tuple[str, str, Leading | None]]:
-    """Run a scheduler; yield its URL, its policy's name, and its leader role, if there may be several.
+async def scheduler(config: ServeConfig, led_in: int = 0) -> AsyncIterator[tuple[str, Runtime, Leading | None]]:
+    """Run a scheduler; yield its URL, its runtime, and its leader role, if there may be several.
 
     `led_in` is the last epoch in which this process led.
     """
@@ -197,7 +198,7 @@ async def scheduler(config: ServeConfig, led_in: int = 0) -> AsyncIterator[tuple
             proxy(config, runtime, urls, simulated=config.simulates_engines, beside=beside)
         )
         calm_garbage_collector()
-        yield url, runtime.scheduler.policy.name, leading
+        yield url, runtime, leading
         await links[0].close()
         await runtime.close(waits=False)
 
@@ -209,7 +210,7 @@ def _own_url(config: ServeConfig) -> str:
     return f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{config.port}"
 
 
-async def serve_gateway(config: ServeConfig, *, ready: Callable[[str, str], None], ends_with_stdin: bool) -> None:
+async def serve_gateway(config: ServeConfig, *, announcer: Announcer | None, ends_with_stdin: bool) -> None:
     """Carry turns for the scheduler at one of `schedulers` until SIGTERM or SIGINT, or the end of standard input."""
     check_gateways(config)
     if not config.schedulers:
@@ -218,10 +219,10 @@ async def serve_gateway(config: ServeConfig, *, ready: Callable[[str, str], None
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the default would end it; a gateway reloads nothing
     async with gateway(config) as (url, runtime, dialling, app):
         calm_garbage_collector()
-        ready(url, f"gateway {runtime.turns.gateway_id}")
         if ends_with_stdin:
             await _end_with_stdin(stop)
-        await stop.wait()
+        async with background(partial(announce, announcer, runtime, url, f"gateway {runtime.turns.gateway_id}")):
+            await stop.wait()
         log.info("shutting_down", leases_count=runtime.leases_count, grace_s=config.grace_s)
         await leave(app, runtime, config.shutdown_delay_s if runtime.turns.is_led else 0)
         if ends_with_stdin:  # its parent may be gone, and another one about to listen in its place

@@ -80,6 +80,37 @@ async def gateway(scheduler_url: str, *options: str) -> AsyncIterator[CommandPro
         yield process
 
 
+async def next_line(process: CommandProcess) -> str:
+    assert process.process.stdout is not None
+    return (await process.process.stdout.readline()).decode()
+
+
+async def test_no_process_of_a_cell_is_called_ready_while_no_replica_is_up() -> None:
+    """Neither the scheduler, nor a gateway, nor all of them by one command; each says once that it is."""
+    async with fake_replica() as replica, AsyncExitStack() as stack:
+        await replica.stop()
+        at = ("--backends", replica.url, "--poll-interval-s", "0.05")
+        schedules = await stack.enter_async_context(scheduler("--backends", replica.url))
+        carrying = command("gateway", "--port", "0", "--schedulers", schedules.url)
+        together = command("serve", "--port", "0", "--gateways", "1", *at)
+        processes = [schedules, *[await stack.enter_async_context(each) for each in (carrying, together)]]
+        for process, what in zip(processes, ("policy ", "gateway ", "policy "), strict=True):
+            assert process.ready_line.startswith(f"thunderagent not yet ready at {process.url}: {what}")
+            assert "; no replica is up: " in process.ready_line
+        await replica.start()
+        for process in processes:
+            assert (await next_line(process)).startswith(f"thunderagent ready at {process.url}: ")
+
+
+async def test_a_gateway_without_a_scheduler_says_so_at_its_start() -> None:
+    """It is ready once there is one."""
+    at = f"127.0.0.1:{free_ports(1)[0]}"
+    async with fake_replica() as replica, command("gateway", "--port", "0", "--schedulers", f"http://{at}") as carries:
+        assert "; there is no link to a scheduler: " in carries.ready_line
+        async with scheduler("--backends", replica.url, at=at):
+            assert (await next_line(carries)).startswith(f"thunderagent ready at {carries.url}: gateway ")
+
+
 async def killed(process: CommandProcess) -> str:
     """Kill a process, and return the address that it had."""
     process.process.kill()
@@ -410,7 +441,7 @@ async def test_gateways_answer_no_network_with_simulated_engines() -> None:
     """`serve` refuses the same with gateways: a scheduler on loopback makes no difference."""
     config = ServeConfig.load(host="0.0.0.0", port=0, allow_open=True, gateways=1)
     with pytest.raises(ConfigurationError, match="backends: there are none"):
-        await serve_with_gateways(config, (), ready=lambda _url, _name: pytest.fail("it serves"))
+        await serve_with_gateways(config, (), announcer=None)
 
 
 async def forwarded(method: str, target: str, to: Scheduler) -> int:

@@ -24,7 +24,7 @@ async def test_one_command_with_gateways_shares_no_store() -> None:
     """Another scheduler would take over, and these gateways would not know it."""
     config = ServeConfig.load(gateways=2, port=0, store="redis://127.0.0.1:1")
     with pytest.raises(ConfigurationError, match="thunderagent scheduler"):
-        await serve_with_gateways(config, (), ready=lambda _url, _name: pytest.fail("it serves"))
+        await serve_with_gateways(config, (), announcer=None)
     check_gateways(config)  # then `scheduler` may be given the same file
 
 
@@ -39,12 +39,8 @@ async def test_one_command_with_gateways_shares_no_store() -> None:
 async def test_what_only_several_processes_use_is_not_ignored(given: dict[str, str], gateways: int, why: str) -> None:
     """A user would believe that another process takes over."""
     config = ServeConfig.load(gateways=gateways, port=0, **given)
-
-    def ready(_url: str, _name: str) -> None:
-        pytest.fail("it serves")
-
     with pytest.raises(ConfigurationError, match=re.escape(why)):
-        await (serve_with_gateways(config, (), ready=ready) if gateways else serve(config, ready=ready))
+        await (serve_with_gateways(config, (), announcer=None) if gateways else serve(config))
 
 
 async def test_a_scheduler_that_stands_by_again_knows_in_which_epoch_it_led(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,15 +54,15 @@ async def test_a_scheduler_that_stands_by_again_knows_in_which_epoch_it_led(monk
             stop.set()
 
     @asynccontextmanager
-    async def scheduler(config: ServeConfig, led_in: int) -> AsyncIterator[tuple[str, str, Any]]:
+    async def scheduler(config: ServeConfig, led_in: int) -> AsyncIterator[tuple[str, Any, Any]]:
         lives.append(led_in)
         yield (
             f"http://127.0.0.1:{config.port or 1}",
-            "passthrough",
+            SimpleNamespace(scheduler=SimpleNamespace(policy=SimpleNamespace(name="passthrough"))),
             SimpleNamespace(epoch=7, over=over, give_up=give_up),
         )
 
     monkeypatch.setattr("thunderagent.scaling.scheduler", scheduler)
     monkeypatch.setattr("thunderagent.scaling.begin_process", lambda: stop)
-    await serve_scheduler(ServeConfig.load(port=0), ready=None)
+    await serve_scheduler(ServeConfig.load(port=0))
     assert lives == [0, 7]

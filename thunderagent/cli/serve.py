@@ -137,27 +137,22 @@ def run_serve(args: argparse.Namespace) -> int:
     for name, nearest in unknown_variables(os.environ).items():
         structlog.get_logger("thunderagent.cli").warning("unknown_setting", variable=name, nearest=nearest or None)
 
-    def announce(url: str, policy_name: str) -> None:
-        _say(f"thunderagent ready at {url}: policy {policy_name}")
-
-    def announce_not_ready(url: str, policy_name: str) -> None:
-        _say(f"thunderagent not yet ready at {url}: policy {policy_name}; no replica is up: see `thunderagent doctor`")
-
+    announcer = _OnStandardOutput()
     if args.role == "picker":
         from thunderagent.picker.command import Options, serve_picker
 
-        serving = serve_picker(config, Options.of(args), ready=announce)
+        serving = serve_picker(config, Options.of(args), announcer=announcer)
     elif args.role == "serve" and not config.gateways:
-        serving = serve(config, ready=announce, not_ready=announce_not_ready, load=load)
+        serving = serve(config, announcer=announcer, load=load)
     else:
         from thunderagent import one_machine, scaling
 
         if args.role == "gateway":
-            serving = scaling.serve_gateway(config, ready=announce, ends_with_stdin=args.end_with_stdin)
+            serving = scaling.serve_gateway(config, announcer=announcer, ends_with_stdin=args.end_with_stdin)
         elif args.role == "scheduler":
-            serving = scaling.serve_scheduler(config, ready=announce, ends_with_stdin=args.end_with_stdin)
+            serving = scaling.serve_scheduler(config, announcer=announcer, ends_with_stdin=args.end_with_stdin)
         else:
-            serving = one_machine.serve_with_gateways(config, _options_as_given(args, given), ready=announce)
+            serving = one_machine.serve_with_gateways(config, _options_as_given(args, given), announcer=announcer)
     try:
         uvloop.run(serving, loop_factory=Loop)
     except OSError as error:
@@ -165,6 +160,18 @@ def run_serve(args: argparse.Namespace) -> int:
         print(f"thunderagent: error: cannot serve on {config.host}:{config.port}: {error}{hint}", file=sys.stderr)
         return 1
     return 0
+
+
+class _OnStandardOutput:
+    """Tells in a line whether a process serves."""
+
+    def ready(self, url: str, what: str) -> None:
+        """Say that it does."""
+        _say(f"thunderagent ready at {url}: {what}")
+
+    def not_ready(self, url: str, what: str, why: str) -> None:
+        """Say why it does not yet."""
+        _say(f"thunderagent not yet ready at {url}: {what}; {why}: see `thunderagent doctor`")
 
 
 def _say(line: str) -> None:

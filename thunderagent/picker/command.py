@@ -7,6 +7,7 @@ import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +16,21 @@ from prometheus_client import CollectorRegistry
 
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
-from thunderagent.leases import LeaseSource
 from thunderagent.picker.addresses import Addresses
 from thunderagent.policy_loader import load_policy
 from thunderagent.proxy.app import MADE_ANSWERS_COUNT
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
 from thunderagent.proxy.gate.held import HeldTurns
 from thunderagent.proxy.reading.identity import IdentityRules
+from thunderagent.runtime import Runtime
+from thunderagent.scale.gateway.remote import RemoteRuntime
 from thunderagent.scaling import begin_process, check_gateways, gateway
 from thunderagent.serving.building import build_runtime, policy_settings_of
 from thunderagent.serving.embedded import embedded_engines
 from thunderagent.serving.listening import CLOSE_S
 from thunderagent.serving.process import calm_garbage_collector
 from thunderagent.serving.security import check_security, held_limits, is_loopback
-from thunderagent.serving.serving import background, proxy
+from thunderagent.serving.serving import Announcer, announce, background, proxy
 
 log = structlog.get_logger("thunderagent.picker")
 
@@ -82,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-async def serve_picker(config: ServeConfig, options: Options, *, ready: Callable[[str, str], None]) -> None:
+async def serve_picker(config: ServeConfig, options: Options, *, announcer: Announcer | None) -> None:
     """Serve until SIGTERM or SIGINT. Raises `ConfigurationError`."""
     check_port(config, options)
     try:
@@ -120,8 +122,11 @@ async def serve_picker(config: ServeConfig, options: Options, *, ready: Callable
             return bool(source.leases.replicas.open_ids) and not stop.is_set()
 
         listening = server.listening(picker, is_ready, config.host, options.port, tls, grace_s=CLOSE_S)
-        async with background(addresses.run), listening as port:
-            ready(source.url, f"picker at {config.host}:{port}")
+        async with (
+            background(addresses.run),
+            listening as port,
+            background(partial(announce, announcer, source.leases, source.url, f"picker at {config.host}:{port}")),
+        ):
             await stop.wait()
             log.info("shutting_down", grace_s=config.grace_s)
             await source.close()
@@ -149,7 +154,7 @@ class _Source:
     """The source of leases, and what is served beside."""
 
     url: str
-    leases: LeaseSource
+    leases: Runtime | RemoteRuntime
     suspect: Callable[[str], None]
     close: Callable[[], Coroutine[Any, Any, None]]
     """Lets turns end, within the grace period."""

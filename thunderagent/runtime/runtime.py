@@ -183,6 +183,15 @@ class Runtime:
         return f"<Runtime: {self.leases_count} leases, {len(self._waiters)} held, {self.scheduler!r}>"
 
     @property
+    def why_not_ready(self) -> str:
+        """Return why no turn would be served now; empty if one would."""
+        if self.leaving or self._closing:
+            return "shutting down"
+        if self.stands_by:
+            return "another scheduler leads, or none yet"
+        return "" if any(scheduler.open_replicas for scheduler in self.pools.schedulers) else "no replica is up"
+
+    @property
     def has_crashed(self) -> bool:
         """Whether the scheduler raised: its state cannot be trusted any more."""
         return self._writer.has_crashed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from math import inf
 from typing import Any, Protocol
@@ -71,6 +71,31 @@ log = structlog.get_logger("thunderagent")
 FIRST_POLLS_S = 1.0
 """Time for a first replica to be found up before it is said that none is."""
 
+LOOK_S = 0.25
+"""How often to look for what no event tells: a scheduler that leads, a link to one."""
+
+
+class Announcer(Protocol):
+    """Tells whoever started a process whether it serves."""
+
+    def ready(self, url: str, what: str) -> None:
+        """Say that turns are served at a URL; `what` is what serves them, with its policy."""
+
+    def not_ready(self, url: str, what: str, why: str) -> None:
+        """Say why no turn is served yet."""
+
+
+class Readiness(Protocol):
+    """What knows whether a turn would be served: a runtime, or a gateway's substitute for one."""
+
+    @property
+    def why_not_ready(self) -> str:
+        """Return why not; empty if one would."""
+
+    @property
+    def observe(self) -> Callable[..., Callable[[], None]]:
+        """Return the method that adds an observer of some kinds of events, and returns how to remove it."""
+
 
 class Beside(Protocol):
     """What is served and run beside the proxy."""
@@ -86,16 +111,11 @@ class Beside(Protocol):
 
 
 async def serve(
-    config: ServeConfig,
-    *,
-    ready: Callable[[str, str], None] = lambda *_: None,
-    not_ready: Callable[[str, str], None] = lambda *_: None,
-    load: Callable[[], ServeConfig] | None = None,
+    config: ServeConfig, *, announcer: Announcer | None = None, load: Callable[[], ServeConfig] | None = None
 ) -> None:
     """Serve until SIGTERM or SIGINT, or until cancelled.
 
-    `ready` is called with the URL, and the policy's name with those of its parts, once it listens and a replica is up;
-    if none is up at the first polls, `not_ready` is called before. `load` reloads the configuration, on SIGHUP.
+    `load` reloads the configuration, on SIGHUP.
 
     A shutdown goes: not ready, serve for the delay, grant nothing new, let turns in flight end up to the grace period,
     flush the event log, close. Raises `ConfigurationError` before anything was started, `OSError` if the address cannot
@@ -126,28 +146,30 @@ async def serve(
             proxy(config, runtime, urls, simulated=simulated, load=load, opened=apps.append)
         )
         calm_garbage_collector()
-        async with background(partial(_announce, runtime, url, ready, not_ready)):
+        async with background(partial(announce, announcer, runtime, url, f"policy {runtime.scheduler.policy.name}")):
             await stop.wait()
         log.info("shutting_down", leases_count=runtime.leases_count, grace_s=config.grace_s)
         await leave(apps[0], runtime, config.shutdown_delay_s)
         await runtime.close()
 
 
-async def _announce(
-    runtime: Runtime, url: str, ready: Callable[[str, str], None], not_ready: Callable[[str, str], None]
-) -> None:
-    """Say that a proxy is ready, once a replica is up, and before that one is waited for, if none is at first."""
-    came_up = asyncio.Event()
-    forget = runtime.observe(lambda *_: came_up.set(), ReplicaUp)
+async def announce(announcer: Announcer | None, source: Readiness, url: str, what: str) -> None:
+    """Say that a process is ready, once a turn would be served; before that why not, if it takes longer than usual."""
+    if announcer is None:
+        return
+    came_up, loop, is_told = asyncio.Event(), asyncio.get_running_loop(), False
+    begun_s = loop.time()
+    forget = source.observe(lambda *_: came_up.set(), ReplicaUp)
     try:
-        if not any(scheduler.open_replicas for scheduler in runtime.pools.schedulers):
-            try:
-                async with asyncio.timeout(FIRST_POLLS_S):
+        while why := source.why_not_ready:
+            if not is_told and loop.time() - begun_s >= FIRST_POLLS_S:
+                announcer.not_ready(url, what, why)
+                is_told = True
+            came_up.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
                     await came_up.wait()
-            except TimeoutError:
-                not_ready(url, runtime.scheduler.policy.name)
-                await came_up.wait()
-        ready(url, runtime.scheduler.policy.name)
+        announcer.ready(url, what)
     finally:
         forget()
 

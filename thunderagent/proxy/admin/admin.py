@@ -198,13 +198,9 @@ class Admin:
 
     async def ready(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
         """Say whether a turn would be served: 200, or 503 with the reason."""
+        if why := self._runtime.why_not_ready:
+            return report_response(NotReadyReport(ready=False, why=why), status=503)
         up_count = sum(len(scheduler.open_replicas) for scheduler in self._runtime.pools.schedulers)
-        if self._runtime.leaving or self._runtime.closing:
-            return report_response(NotReadyReport(ready=False, why="shutting down"), status=503)
-        if self._runtime.stands_by:
-            return report_response(NotReadyReport(ready=False, why="another scheduler leads"), status=503)
-        if not up_count:
-            return report_response(NotReadyReport(ready=False, why="no replica is up"), status=503)
         return report_response(ReadyReport(ready=True, replicas_up_count=up_count))
 
     async def metrics(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature

@@ -198,17 +198,9 @@ class GatewayHandlers:
 
     async def ready(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
         """Say whether a turn would be served: 200, or 503 with the reason."""
-        runtime, up_count = self._runtime, len(self._runtime.replicas.open_ids)
-        why = ""
-        if runtime.leaving or runtime.closing:
-            why = "shutting down"
-        elif not runtime.turns.is_led and not runtime.alone.is_on:
-            why = "there is no link to a scheduler"
-        elif not up_count:
-            why = "no replica is up"
-        if why:
+        if why := self._runtime.why_not_ready:
             return report_response(NotReadyReport(ready=False, why=why), status=503)
-        return report_response(ReadyReport(ready=True, replicas_up_count=up_count))
+        return report_response(ReadyReport(ready=True, replicas_up_count=len(self._runtime.replicas.open_ids)))
 
     async def metrics(self, request: web.Request) -> web.Response:  # noqa: ARG002 - a handler's signature
         """Return the Prometheus exposition."""

@@ -125,6 +125,15 @@ class RemoteRuntime:
         return f"<RemoteRuntime: {self.leases_count} leases, {self.held_count} held, {self.turns!r}>"
 
     @property
+    def why_not_ready(self) -> str:
+        """Return why no turn would be served now; empty if one would."""
+        if self.leaving or self.closing:
+            return "shutting down"
+        if not self.turns.is_led and not self.alone.is_on:
+            return "there is no link to a scheduler"
+        return "" if self.replicas.open_ids else "no replica is up"
+
+    @property
     def held_count(self) -> int:
         """Number of turns that wait for a lease."""
         return len(self._waiters)
