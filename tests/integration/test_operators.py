@@ -23,6 +23,7 @@ from tests.integration.support import (
     Answer,
     FakeReplica,
     Gate,
+    answers,
     ask,
     cap,
     exchange,
@@ -416,6 +417,19 @@ async def test_prefix_caching_that_is_off_is_said_where_an_operator_looks(
                     assert [other.replica_id in line for line in told] == [True]
                 assert (await metrics_of(proxy.url))["thunderagent_prefix_caching_off"] == {(other.replica_id,): 1.0}
     assert [each["replica_id"] for each in logs if each["event"] == "prefix_caching_off"] == [other.replica_id]
+
+
+async def test_a_disabled_radix_cache_is_said_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    """SGLang says it beside its metrics alone; the log names its own option."""
+    async with fake_replica(answers({"disable_radix_cache": True})) as replica:
+        replica.metrics = "sglang:max_total_num_tokens 16000.0\n"
+        with capture_logs() as logs:
+            async with running_proxy(replica.url) as proxy:
+                assert await asyncio.to_thread(main, ["status", "--url", proxy.url]) == 0
+                assert "prefix caching off" in capsys.readouterr().out
+                assert (await metrics_of(proxy.url))["thunderagent_prefix_caching_off"] == {(replica.replica_id,): 1.0}
+    (said,) = [each for each in logs if each["event"] == "prefix_caching_off"]
+    assert "SGLang without --disable-radix-cache" in said["effect"]
 
 
 # --- the page of ten tasks

@@ -119,6 +119,8 @@ class Found(Struct, frozen=True, array_like=True):
     """The names that it lists; None if it was not asked now, or did not answer."""
     lists_no_models: bool = False
     """Whether it was asked, and has no such list."""
+    is_uncached: bool | None = None
+    """Whether its prefix cache is turned off, if it says so beside the metrics."""
 
     @property
     def is_bad(self) -> bool:
@@ -148,6 +150,9 @@ class Asker:
         self.metrics_url = url_of(url, backend.metrics_path)
         self.polls_to_models = 0
         """How many polls until it is asked for its models."""
+        self.is_uncached: bool | None = None
+        """What the engine's present process said of its prefix cache beside the metrics."""
+        self._started_s: float | None = None
         self._deadline_s = deadline_s
         self.max_bytes = max_bytes
 
@@ -176,6 +181,9 @@ class Asker:
         failure = health if isinstance(health, Failure) else None
         is_dead = failure is not None and isinstance(metrics, Failure)
         needs_info = not is_dead and (reading is None or reading.capacity_tokens is None)
+        started_s = reading.started_s if reading is not None else self._started_s
+        if is_dead or started_s != self._started_s:
+            self.is_uncached, self._started_s = None, started_s
         models = None
         if is_dead:
             self.polls_to_models = 0  # the next to answer may be another engine
@@ -184,11 +192,15 @@ class Asker:
             _, models = await self._checked(models, models_in, MODELS_PATH)
             if isinstance(models, str) or models.is_answer:
                 self.polls_to_models = MODELS_EVERY_POLLS
+            needs_info = needs_info or self.is_uncached is None  # it never changes
         self.polls_to_models -= 1
         for answer in (metrics, models):
             if isinstance(answer, Failure) and answer.is_excess:
                 failure, self.polls_to_models = answer, 0
-        return Answers(asked_s, failure, metrics, await self._info(client) if needs_info else None, models)
+        info = await self._info(client) if needs_info else None
+        if info is not None:
+            self.is_uncached = await aside(partial(self.backend.read_uncached, info), info)
+        return Answers(asked_s, failure, metrics, info, models)
 
     def _read(self, metrics: str) -> ReplicaReading:
         check_exposition(metrics)
@@ -267,6 +279,7 @@ class Asker:
             ranks_count=ranks_count if finds_ranks else 0,
             models=models_in(models) if isinstance(models, str) else None,
             lists_no_models=isinstance(models, Failure) and models.is_answer,
+            is_uncached=self.is_uncached,
         )
 
     def _figures(

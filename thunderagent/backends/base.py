@@ -169,3 +169,6 @@ class Backend(Protocol):
 
     def read_info(self, info: str) -> int | None:
         """Read the capacity, in tokens, from the answer of one of `info_paths`; never raise: None if missing."""
+
+    def read_uncached(self, info: str) -> bool | None:
+        """Read from the same whether its prefix cache is turned off; never raise: None if missing."""

@@ -87,6 +87,10 @@ class DetectedBackend:
             self.found = _BY_PREFIX["sglang:"]
         return capacity_tokens
 
+    def read_uncached(self, info: str) -> bool | None:
+        """Read the server's information as SGLang's."""
+        return _BY_PREFIX["sglang:"].read_uncached(info)
+
 
 def learn_kind(backend: Backend, kind: str) -> None:
     """Set the kind that another poller found; a configured kind is kept."""

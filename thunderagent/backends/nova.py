@@ -90,6 +90,10 @@ class NovaBackend:
         """Read nothing: Nova reports all in its metrics."""
         return None
 
+    def read_uncached(self, info: str) -> bool | None:  # noqa: ARG002 - the protocol's signature
+        """Return None: nothing but its metrics is read."""
+        return None
+
 
 def _count(samples: Mapping[str, list[Sample]], name: str) -> int | None:
     values = [sample.value for sample in samples.get(name, ())]

@@ -413,6 +413,8 @@ class Poller:
             trouble = None if reading != NOTHING_READ else "unreadable"
         if found.info_capacity_tokens is not None and reading.capacity_tokens is None and endpoint.rank_id is None:
             reading = replace(reading, capacity_tokens=found.info_capacity_tokens)
+        if found.is_uncached is not None and reading.uncached_ranks_count is None:
+            reading = replace(reading, uncached_ranks_count=int(found.is_uncached))
         if trouble is None and reading.capacity_tokens is None:
             trouble = "capacity unknown"
         if trouble != watched.trouble.get(endpoint.replica_id):

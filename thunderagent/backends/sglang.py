@@ -11,7 +11,8 @@ process, once for all ranks, and are summed. Newer versions count cached tokens 
 in the pool, those of `host` and `storage…` were loaded from HiCache's tiers behind it (`--enable-hierarchical-cache`).
 
 Versions that set their gauges at the first batch say no capacity before it, and servers without metrics never do. Then
-`/server_info` is asked (`/get_server_info` in older versions), which tells each data-parallel rank's own pool.
+`/server_info` is asked (`/get_server_info` in older versions), which tells each data-parallel rank's own pool. It alone
+says whether the radix cache is disabled.
 """
 
 from __future__ import annotations
@@ -130,10 +131,21 @@ class SglangBackend:
             return sum(ranks_tokens)
         return said.max_total_num_tokens * said.dp_size or None
 
+    def read_uncached(self, info: str) -> bool | None:
+        """Read whether the radix cache is disabled; None if it is invalid, or does not say so."""
+        try:
+            return msgspec.json.decode(info, type=_CacheInfo).disable_radix_cache
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return None
+
 
 class _PriorityInfo(msgspec.Struct):
     enable_priority_scheduling: bool = False
     schedule_low_priority_values_first: bool = False
+
+
+class _CacheInfo(msgspec.Struct):
+    disable_radix_cache: bool | None = None
 
 
 class _MemoryUsage(msgspec.Struct):

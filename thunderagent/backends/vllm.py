@@ -146,6 +146,10 @@ class VllmBackend:
         """Read nothing: vLLM reports all in its metrics."""
         return None
 
+    def read_uncached(self, info: str) -> bool | None:  # noqa: ARG002 - the protocol's signature
+        """Return None: nothing but its metrics is read."""
+        return None
+
 
 def _first_known(samples: Mapping[str, Iterable[Sample]], names: Iterable[str]) -> list[float]:
     """Return the values, one per rank, of the first of `names` that has any."""

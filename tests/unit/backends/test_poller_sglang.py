@@ -128,16 +128,41 @@ async def test_an_engine_whose_health_hangs_from_the_start_is_not_up(engine: Eng
 async def test_the_server_information_is_asked_only_while_the_metrics_lack_the_capacity(engine: Engine) -> None:
     """Before the first batch some versions report no capacity; afterwards there are no more requests."""
     engine.metrics = "sglang:num_running_reqs 3.0\n"
-    engine.info = {"/server_info": '{"max_total_num_tokens": 4000, "dp_size": 2}'}
+    engine.info = {"/server_info": '{"max_total_num_tokens": 4000, "dp_size": 2, "disable_radix_cache": false}'}
     async with polling(engine) as listener:
         await polls(listener, 2)
-        assert set(listener.readings) == {ReplicaReading(capacity_tokens=8000, running_count=3)}
+        assert set(listener.readings) == {ReplicaReading(capacity_tokens=8000, running_count=3, uncached_ranks_count=0)}
         engine.metrics = METRICS
         await polls(listener, 2)
-        assert listener.readings[-1] == ReplicaReading(capacity_tokens=16_000, running_count=3)
+        assert listener.readings[-1] == ReplicaReading(capacity_tokens=16_000, running_count=3, uncached_ranks_count=0)
         engine.asked.clear()
         await polls(listener, 2)
         assert "/server_info" not in engine.asked
+
+
+@pytest.mark.parametrize("kind", ["sglang", "auto"])
+async def test_a_disabled_radix_cache_is_known_of_each_process(engine: Engine, kind: str) -> None:
+    """It is asked once, however many polls there are, and again of a process that began later."""
+    engine.info = {"/server_info": '{"disable_radix_cache": true}'}
+    engine.metrics = f"{METRICS}process_start_time_seconds 100.0\n"
+    async with polling(engine, kind) as listener:
+        await polls(listener, 25)
+        assert engine.asked.count("/server_info") == 1
+        assert {each.uncached_ranks_count for each in listener.readings} == {1}
+        engine.info = {"/server_info": '{"disable_radix_cache": false}'}
+        engine.metrics = f"{METRICS}process_start_time_seconds 200.0\n"
+        async with asyncio.timeout(10):
+            while listener.readings[-1].uncached_ranks_count != 0:
+                await asyncio.sleep(0.005)
+
+
+async def test_an_engine_that_does_not_say_it_is_asked_now_and_then(engine: Engine) -> None:
+    """Some versions have no such word, and nothing is said of theirs."""
+    engine.info = {"/server_info": '{"disable_radix_cache": "what"}'}
+    async with polling(engine) as listener:
+        await polls(listener, 25)
+        assert 2 <= engine.asked.count("/server_info") <= 5
+        assert {each.uncached_ranks_count for each in listener.readings} == {None}
 
 
 @pytest.mark.parametrize("kind", ["sglang", "auto"])

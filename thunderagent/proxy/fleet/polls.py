@@ -54,10 +54,12 @@ class Polls:
         before, known.reading = known.reading, reading
         self._may_have_restarted(replica_id, known, reading)
         if reading.uncached_ranks_count and not before.uncached_ranks_count:
+            kind = known.endpoint.backend.kind
             log.warning(
                 "prefix_caching_off",
                 replica_id=replica_id,
-                effect="each turn there computes its whole context again; start vLLM with --enable-prefix-caching",
+                effect="each turn there computes its whole context again; start "
+                + ("SGLang without --disable-radix-cache" if kind == "sglang" else "vLLM with --enable-prefix-caching"),
             )
         since, tier, work, began_anew = NOTHING_SINCE, None, None, False
         if has_totals(reading):
