@@ -183,3 +183,38 @@ def test_the_readmes_example_runs_on_the_compiled_wheel(built: Path, compiled: P
     assert names(wheel(built, "thunderagent")) <= names(compiled)
     said = run_the_readmes_example(built, compiled, sys.executable, tmp_path)
     assert said == f"thunderagent {thunderagent.__version__} (compiled)\n"
+
+
+def test_readme_alone_leads_from_a_checkout_to_an_agent_and_the_tests(tmp_path: Path) -> None:
+    """Its commands as they stand there, by a shell without variables: install, serve, both agents, test."""
+    readme = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
+    shell = [text for language, text in blocks if language == "sh"]
+    checkout = tmp_path / "checkout"
+    named = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True)
+    for name in filter(None, named.stdout.split("\0")):
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, checkout / name)
+    env = {"PATH": f"{Path(sys.executable).resolve().parent}:{os.defpath}", "HOME": str(tmp_path)}
+
+    def run(script: str) -> str:
+        done = subprocess.run(
+            ["bash", "-euc", script], cwd=checkout, env=env, capture_output=True, check=False, text=True
+        )
+        assert done.returncode == 0, (script, (done.stdout + done.stderr)[-1500:])
+        return done.stdout
+
+    install, serve = shell[0].strip().splitlines()
+    assert serve.split()[:2] == ["thunderagent", "serve"]
+    (package,) = re.findall(r"With `(pip install \S+)`:", readme)
+    run(f"{install}\n{package}")
+    with serving(checkout / ".venv/bin", tmp_path) as url:
+        for text in (text for language, text in blocks if language == "python"):
+            here = text.replace("http://127.0.0.1:8300", url).replace("program() as p", f"program(proxy={url!r}) as p")
+            (checkout / "agent.py").write_text(here.replace("...", TURN, 1))
+            run(". .venv/bin/activate\npython agent.py")
+        with urllib.request.urlopen(f"{url}/programs", timeout=10) as answer:
+            assert json.load(answer)["total"] == 0
+        with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+            assert b'thunderagent_turns_total{outcome="finished"} 2.0' in answer.read()
+    assert " passed" in run(f"{shell[1].strip()} tests/unit/test_bodies.py")
