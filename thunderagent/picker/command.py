@@ -16,21 +16,20 @@ from prometheus_client import CollectorRegistry
 
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
+from thunderagent.leases import LeaseSource
 from thunderagent.picker.addresses import Addresses
 from thunderagent.policy_loader import load_policy
 from thunderagent.proxy.app import MADE_ANSWERS_COUNT
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
 from thunderagent.proxy.gate.held import HeldTurns
 from thunderagent.proxy.reading.identity import IdentityRules
-from thunderagent.runtime import Runtime
-from thunderagent.scale.gateway.remote import RemoteRuntime
 from thunderagent.scaling import begin_process, check_gateways, gateway
 from thunderagent.serving.building import build_runtime, policy_settings_of
 from thunderagent.serving.embedded import embedded_engines
 from thunderagent.serving.listening import CLOSE_S
 from thunderagent.serving.process import calm_garbage_collector
 from thunderagent.serving.security import check_security, held_limits, is_loopback
-from thunderagent.serving.serving import Announcer, announce, background, proxy
+from thunderagent.serving.serving import Announcer, Readiness, announce, background, proxy
 
 log = structlog.get_logger("thunderagent.picker")
 
@@ -125,7 +124,7 @@ async def serve_picker(config: ServeConfig, options: Options, *, announcer: Anno
         async with (
             background(addresses.run),
             listening as port,
-            background(partial(announce, announcer, source.leases, source.url, f"picker at {config.host}:{port}")),
+            background(partial(announce, announcer, source.readiness, source.url, f"picker at {config.host}:{port}")),
         ):
             await stop.wait()
             log.info("shutting_down", grace_s=config.grace_s)
@@ -154,7 +153,8 @@ class _Source:
     """The source of leases, and what is served beside."""
 
     url: str
-    leases: Runtime | RemoteRuntime
+    leases: LeaseSource
+    readiness: Readiness
     suspect: Callable[[str], None]
     close: Callable[[], Coroutine[Any, Any, None]]
     """Lets turns end, within the grace period."""
@@ -171,7 +171,7 @@ async def _source(config: ServeConfig) -> AsyncIterator[_Source]:
                 await remote.close()
                 await dialling.last_words()
 
-            yield _Source(url, remote, remote.suspect, close)
+            yield _Source(url, remote, remote, remote.suspect, close)
         return
     check_security(config)
     runtime, event_log = build_runtime(config)
@@ -182,4 +182,4 @@ async def _source(config: ServeConfig) -> AsyncIterator[_Source]:
         if config.simulates_engines:
             urls = await stack.enter_async_context(embedded_engines(config))
         url = await stack.enter_async_context(proxy(config, runtime, urls, simulated=config.simulates_engines))
-        yield _Source(url, runtime, lambda _: None, runtime.close)
+        yield _Source(url, runtime, runtime, lambda _: None, runtime.close)
