@@ -36,6 +36,7 @@ from tests.loopback import on_loopback
 from thunderagent.errors import NoReplicaError
 from thunderagent.proxy.reading.dialects import dialect_of
 from thunderagent.proxy.reading.target import Target
+from thunderagent.proxy.turns.attempts import LEAST_OBSERVED_S
 from thunderagent.proxy.turns.heartbeat import HeldStream
 from thunderagent.proxy.wire.aiohttp_exchange import AiohttpExchange
 
@@ -512,3 +513,19 @@ async def test_a_client_that_leaves_between_heartbeats_leaves_nothing() -> None:
             await until(lambda: proxy.runtime.held_count == 0)
         assert proxy.runtime.outcome_counts["abandoned"] == 4
         assert len(replica.calls) == 1
+
+
+async def test_a_client_that_gives_up_twice_after_the_same_time_is_let_in_before_it_does_again() -> None:
+    """It tells no patience. Somebody who leaves once, or at different times, waits for room."""
+    async with fake_replica() as replica, running_proxy(replica.url, **cap(1)) as proxy:
+        await ask(proxy.url, "first")
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(LEAST_OBSERVED_S + 0.5):
+                    await ask(proxy.url, "hasty")
+            await until(lambda: proxy.runtime.held_count == 0)
+        calls_count = len(replica.calls)
+        assert (await ask(proxy.url, "hasty")).status == 200
+        assert len(replica.calls) == calls_count + 1
+        story = (await get(proxy.url, "/programs/hasty")).json()["story"]
+        assert ("restore", "patience") in [(entry["what"], entry["why"]) for entry in story]

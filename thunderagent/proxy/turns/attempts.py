@@ -18,9 +18,10 @@ If the old attempt already ended without an answer, only its age is left, and go
 whether or not its client says that it is a retry: transports that give up by themselves do not.
 Anonymous turns need both, key and count.
 
-Bodies are compared, not hashed: only those of one program's current turns, and only if their sizes are the same. Only
-for an ended attempt is a hash kept, of its last mebibyte: the turns of a program differ there, and only an age is at
-stake.
+**Observed patience.** If two attempts in a row were given up before an answer began, after nearly the same time, a
+timer did that. The next attempt counts on it, whatever its client says: it is let in before (`rules/patience.py`).
+People and programs that end for other reasons leave at different times. A client gains nothing that it could not say
+by a header.
 """
 
 # compiled: each turn passes here
@@ -30,7 +31,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, OrderedDict
 from hashlib import blake2b
-from typing import Final
+from typing import Final, NamedTuple
 
 from thunderagent.proxy.reading.identity import TurnRequest
 from thunderagent.proxy.turns.patience import Patience
@@ -44,13 +45,37 @@ TOLD_BYTES: Final = 2**12
 """The end of a body by which another gateway knows it, together with its size, its client's key and tenant."""
 
 
+LEAST_OBSERVED_S: Final = 5.0
+"""Clients that leave sooner do so for other reasons than their timers."""
+
+ALIKE_S: Final = 1.0
+ALIKE_RATIO: Final = 0.02
+"""How far two times may differ that the same timer took: this, or this part of them if that is more. Node's timers are
+early or late by a second."""
+
+
+class Ended(NamedTuple):
+    """An attempt that ended without an answer: `since_s` is the arrival of the first at its turn.
+
+    `waited_s` is how long its client waited before it gave up, 0 if it did not. `observed_s` is its patience, if known.
+    """
+
+    since_s: float
+    ended_s: float
+    turn_id: int
+    waited_s: float
+    observed_s: float | None
+
+
 class Attempt:
     """One attempt at a turn, while it is here."""
 
     __slots__ = (
         "aborted_for",
+        "arrived_s",
         "is_sample",
         "key",
+        "observed_s",
         "path",
         "patience",
         "since_s",
@@ -59,6 +84,7 @@ class Attempt:
         "task",
         "turn",
         "turn_id",
+        "waited_before_s",
     )
 
     def __init__(
@@ -74,7 +100,11 @@ class Attempt:
         self.turn = turn
         self.path = path
         self.patience = patience
-        self.since_s = since_s
+        self.since_s = self.arrived_s = since_s
+        self.waited_before_s = 0.0
+        """How long the client waited for the attempt before, if it gave that up."""
+        self.observed_s: float | None = None
+        """After how long it gives up, as seen twice."""
         self.task = task
         self.turn_id = turn_id
         self.supersedes_id: int | None = None
@@ -105,7 +135,7 @@ class Attempts:
     def __init__(self) -> None:
         """Start without attempts."""
         self._live: dict[str, list[Attempt]] = {}
-        self._ended: OrderedDict[Place, tuple[float, float, int]] = OrderedDict()
+        self._ended: OrderedDict[Place, Ended] = OrderedDict()
         self._ended_of: Counter[str] = Counter()
         """How many of them each key has: the body of a turn is hashed only where one may have come before."""
 
@@ -144,8 +174,9 @@ class Attempts:
         ended = self._ended.pop(_place_of(attempt), None)
         if ended is not None:
             self._one_less(attempt.key or "")
-        if ended is not None and now_s - ended[1] <= REMEMBER_S:
-            attempt.since_s, _, attempt.supersedes_id = ended
+        if ended is not None and now_s - ended.ended_s <= REMEMBER_S:
+            attempt.since_s, attempt.supersedes_id = ended.since_s, ended.turn_id
+            attempt.waited_before_s, attempt.observed_s = ended.waited_s, ended.observed_s
 
     def revoke(self, program_id: str, turn_id: int | None, code: str = "") -> int:
         """Cancel an attempt, because the next one at the same turn came to another gateway; return how many.
@@ -161,8 +192,8 @@ class Attempts:
                 revoked_count += 1
         return revoked_count
 
-    def end(self, attempt: Attempt, now_s: float, *, answered: bool) -> None:
-        """Remove an attempt; one without an answer may come again."""
+    def end(self, attempt: Attempt, now_s: float, *, answered: bool, gave_up: bool = False) -> None:
+        """Remove an attempt; one without an answer may come again. `gave_up`: its client left before one began."""
         key = attempt.key
         if key is None:
             return
@@ -172,14 +203,16 @@ class Attempts:
         else:
             live.remove(attempt)
         if not answered and not attempt.superseded:
-            self._remember(_place_of(attempt), attempt, now_s)
+            waited_s = now_s - attempt.arrived_s if gave_up else 0.0
+            self._remember(_place_of(attempt), attempt, now_s, waited_s)
 
-    def _remember(self, place: Place, attempt: Attempt, now_s: float) -> None:
+    def _remember(self, place: Place, attempt: Attempt, now_s: float, waited_s: float) -> None:
         if place not in self._ended:
             self._ended_of[place[0]] += 1
-        self._ended[place] = attempt.since_s, now_s, attempt.turn_id
+        observed_s = _patience_of(attempt.waited_before_s, waited_s)
+        self._ended[place] = Ended(attempt.since_s, now_s, attempt.turn_id, waited_s, observed_s)
         self._ended.move_to_end(place)
-        while len(self._ended) > REMEMBER_COUNT or now_s - next(iter(self._ended.values()))[1] > REMEMBER_S:
+        while len(self._ended) > REMEMBER_COUNT or now_s - next(iter(self._ended.values())).ended_s > REMEMBER_S:
             self._one_less(self._ended.popitem(last=False)[0][0])
 
     def _one_less(self, key: str) -> None:
@@ -196,6 +229,13 @@ def told_key(attempt: Attempt) -> str:
     words = "\0".join((turn.tenant, turn.program_id, turn.branch_id, attempt.path, str(len(turn.body)), key))
     what = words.encode(errors="surrogateescape")  # a header may hold any bytes
     return blake2b(turn.body[-TOLD_BYTES:], key=blake2b(what).digest(), digest_size=16).hexdigest()
+
+
+def _patience_of(before_s: float, waited_s: float) -> float | None:
+    """Return the patience of a client that gave up after these times, one after the other; None if no timer did it."""
+    if min(before_s, waited_s) < LEAST_OBSERVED_S or abs(before_s - waited_s) > max(ALIKE_S, ALIKE_RATIO * waited_s):
+        return None
+    return min(before_s, waited_s)
 
 
 def _key_of(attempt: Attempt) -> str | None:

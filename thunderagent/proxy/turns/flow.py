@@ -394,8 +394,12 @@ class Turns:
 
     def _deadline_s(self, record: Record, attempt: Attempt) -> float | None:
         """Return when the client gives up; None if it never does, or if heartbeats will keep it waiting."""
-        patience_s, settings = attempt.patience.patience_s, self._settings
-        if patience_s is None or not settings.client_patience:
+        patience_s, observed_s, settings = attempt.patience.patience_s, attempt.observed_s, self._settings
+        if not settings.client_patience:
+            return None
+        if observed_s is not None and (patience_s is None or observed_s < patience_s):
+            return self._leases.now_s() + observed_s
+        if patience_s is None:
             return None
         beat_s = settings.heartbeat_s if record.held_stream is not None else None
         if beat_s is not None and attempt.patience.counts_bytes and beat_s < patience_s:
@@ -411,7 +415,8 @@ class Turns:
     def _end(self, record: Record, attempt: Attempt) -> None:
         """Note that a turn has ended, write its line, and end a program with its last turn."""
         answered = record.outcome == "finished"
-        self._attempts.end(attempt, self._leases.now_s(), answered=answered)
+        gave_up = record.outcome == "abandoned" and record.status is None
+        self._attempts.end(attempt, self._leases.now_s(), answered=answered, gave_up=gave_up)
         if record.prompt_key is not None and self._inference is not None:
             self._inference.ended(record.prompt_key, record.turn.program_id or "", answered=answered)
         if record.recording is not None:

@@ -8,7 +8,7 @@ import pytest
 
 from thunderagent.proxy.reading.identity import TurnRequest
 from thunderagent.proxy.turns import attempts as module
-from thunderagent.proxy.turns.attempts import REMEMBER_S, Attempt, Attempts, told_key
+from thunderagent.proxy.turns.attempts import LEAST_OBSERVED_S, REMEMBER_S, Attempt, Attempts, told_key
 from thunderagent.proxy.turns.patience import Patience
 
 IDS = count_from(1)
@@ -179,3 +179,43 @@ def test_gateways_know_attempts_at_a_turn_by_what_their_client_and_their_body_sa
     attempts.revoke("p", first.turn_id)
     attempts.revoke("nobody", 0)
     assert (first.superseded, beside.superseded) == (True, False)
+
+
+def given_up(*waits_s: float, gave_up: bool = True) -> Attempt:
+    """Return the attempt after those that were given up after these times, each a second after the one before."""
+    attempts, now_s = Attempts(), 0.0
+    for wait_s in waits_s:
+        each = attempt(since_s=now_s)
+        attempts.begin(each, now_s)
+        now_s += wait_s
+        attempts.end(each, now_s, answered=False, gave_up=gave_up)
+        now_s += 1.0
+    last = attempt(since_s=now_s)
+    attempts.begin(last, now_s)
+    return last
+
+
+@pytest.mark.parametrize(
+    ("waits_s", "observed_s"),
+    [
+        ((300.0, 300.2), 300.0),
+        ((300.0, 304.0), 300.0),
+        ((20.0, 300.0, 299.0), 299.0),
+        ((300.0, 300.0, 20.0), None),
+        ((300.0,), None),
+        ((300.0, 310.0), None),
+        ((30.0, 32.0), None),
+        ((LEAST_OBSERVED_S - 0.1, LEAST_OBSERVED_S - 0.1), None),
+        ((), None),
+    ],
+)
+def test_a_client_that_twice_gives_up_after_the_same_time_has_a_timer(
+    waits_s: tuple[float, ...], observed_s: float | None
+) -> None:
+    """Other times, and a single one, tell nothing: somebody may have ended it."""
+    assert given_up(*waits_s).observed_s == observed_s
+
+
+def test_an_attempt_that_failed_or_had_begun_its_answer_tells_no_patience() -> None:
+    """Its client did not tire of waiting."""
+    assert given_up(300.0, 300.0, gave_up=False).observed_s is None
