@@ -308,6 +308,25 @@ async def test_it_follows_what_happens_without_a_reload(tmp_path: Path, open_pag
         assert await page.evaluate("window.notReloaded")
 
 
+async def test_what_is_asked_a_moment_later_contradicts_no_key_figure(world: World, open_page: OpenPage) -> None:
+    """The same count stands on the page twice: both come from one answer."""
+    asked = asyncio.Event()
+
+    async def later(route: Route) -> None:
+        said = await world.get("/queue?limit=6")
+        await route.fulfill(json={**said, "turns_held_count": 99, "waiting_count": 99, "paused_acting_count": 77})
+        asked.set()
+
+    async def prepare(page: Page) -> None:
+        await page.route(f"{world.url}/queue?*", later)
+
+    async with open_page(world.url, prepare=prepare) as page:
+        await asyncio.wait_for(asked.wait(), 30)
+        await expect(page.locator("#note-programs")).to_have_text("2 active · 3 held · 0 paused")
+        await expect(page.locator("#queue-note")).to_have_text("3 turns held · 0 paused")
+        await expect(page.locator("#queue-more")).to_be_hidden()
+
+
 async def test_ids_are_text_whatever_they_look_like(world: World, open_page: OpenPage) -> None:
     """Text that looks like HTML is shown literally, in the table and in the story, and never runs."""
     name = "<img src=x onerror=document.title='broken'>&amp;\"'`/../#?%2F"

@@ -193,11 +193,12 @@ def _seconds(value_s: float | None) -> str:
 
 def _status_view(answers: dict[str, Any]) -> Group:
     replicas, programs, queue = answers["replicas"], answers["programs"], answers["queue"]
-    tools, summary = answers["tools"], answers["summary"]
+    tools, summary, now = answers["tools"], answers["summary"], answers["summary"]["now"]
     idle = _percent(summary["rates"].get("idle_held_ratio"))
     head = Text(
-        f"policy {replicas['policy']}   programs {programs['total']}   turns held {queue['turns_held_count']}   "
-        f"paused: {queue['waiting_count']} waiting, {queue['paused_acting_count']} acting\n"
+        f"policy {replicas['policy']}   programs {summary['programs_count']}: "
+        f"{now['active_reasoning_count'] + now['active_acting_count']} active, {now['paused_reasoning_count']} held, "
+        f"{now['paused_acting_count']} paused   turns held {now['turns_held_count']}\n"
         f"engines idle while programs are held: {idle} of the last minute\n"
         f"tools running {tools['running_count']}, {tools['mean_s']:.1f} s each   sandboxes {tools['sandbox_count']}"
         f"{_taken(tools['sandbox_disk_bytes'])}{_place(summary.get('cell'))}{_first_in_queue(queue)}",

@@ -125,7 +125,7 @@ async function ask() {
   samples = samples.filter((sample) => sample.at_s >= oldest);
   showSummary(summary);
   showReplicas(replicas);
-  showQueue(queue, (id, pool) => story.open(id, pool), () => programs.showHeld());
+  showQueue(queue, summary.now, (id, pool) => story.open(id, pool), () => programs.showHeld());
   showErrors(summary.last_errors, (id, pool) => story.open(id, pool));
   programs.show(page);
   showCharts();

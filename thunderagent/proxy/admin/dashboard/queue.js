@@ -2,23 +2,24 @@
 // the first of them to go on is the answer to most questions.
 
 import { byId, h, keyed, setText } from "./dom.js";
-import { because, count, duration, short } from "./format.js";
+import { because, count, duration, short, whole } from "./format.js";
 
 export const QUEUE_LIMIT = 6;
 
-/** `openStory` shows one of them; `showAll` lists all. */
-export function showQueue(queue, openStory, showAll) {
-  const parts = [count(queue.turns_held_count, "turn") + " held", `${queue.paused_acting_count} paused`];
-  setText(byId("queue-note"), queue.turns_held_count || queue.paused_acting_count ? parts.join(" · ") : "");
+/** `now` has the counts that the key figures show: what was asked a moment later would say others. `openStory` shows one
+ * of them; `showAll` lists all. */
+export function showQueue(queue, now, openStory, showAll) {
+  const parts = [`${count(now.turns_held_count, "turn")} held`, `${whole(now.paused_acting_count)} paused`];
+  setText(byId("queue-note"), now.turns_held_count || now.paused_acting_count ? parts.join(" · ") : "");
   const [first] = queue.waiting;
   const needs = byId("first-needs");
   needs.hidden = !queue.first_needs;
   setText(needs, queue.first_needs ? `For ${first ? first.program_id : "the first"} to go on: ${queue.first_needs}.` : "");
-  const rest = queue.waiting_count - queue.waiting.length;
+  const rest = now.paused_reasoning_count - queue.waiting.length;
   const more = byId("queue-more");
   more.hidden = rest <= 0;
   more.onclick = showAll;
-  setText(more, `Show all ${count(queue.waiting_count, "program")}`);
+  setText(more, `Show all ${count(now.paused_reasoning_count, "program")}`);
   const empty = byId("queue-empty");
   empty.hidden = queue.waiting_count > 0;
   setText(empty, emptyOf(queue));
