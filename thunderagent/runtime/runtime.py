@@ -185,7 +185,7 @@ class Runtime:
     @property
     def why_not_ready(self) -> str:
         """Return why no turn would be served now; empty if one would."""
-        if self.leaving or self._closing:
+        if self.leaving or self.closing:
             return "shutting down"
         if self.stands_by:
             return "another scheduler leads, or none yet"
