@@ -40,7 +40,7 @@ from thunderagent.serving.sandboxes import build_manager
 
 OTHERS = "Programs and turns"
 GROUPS = {
-    "Replicas and memory": r"replica|demand|capacity|cost|queued|pool|break_even|prefill|token_price",
+    "Replicas and memory": r"replica|engine_plugin|demand|capacity|cost|queued|pool|break_even|prefill|token_price",
     "Tools and sandboxes": r"tool|sandbox",
     "Tenants": r"tenant",
     "Hints": r"hint",

@@ -41,7 +41,13 @@ from thunderagent.scale.leader.store import Store
 from thunderagent.scale.leader.writing import Writing
 from thunderagent.scale.messages import RemoteReplica
 from thunderagent.scale.scheduler.links import Links
-from thunderagent.serving.building import build_runtime, client_settings_of, policy_settings_of, turn_settings_of
+from thunderagent.serving.building import (
+    build_runtime,
+    client_settings_of,
+    engine_hold_s_of,
+    policy_settings_of,
+    turn_settings_of,
+)
 from thunderagent.serving.embedded import embedded_engines
 from thunderagent.serving.listening import leave, leave_port, listening
 from thunderagent.serving.process import calm_garbage_collector, collect_garbage, keep_freed_memory, raise_file_limit
@@ -250,6 +256,8 @@ async def gateway(config: ServeConfig) -> AsyncIterator[tuple[str, RemoteRuntime
         breaker_settings=BreakerSettings(config.breaker_failure_count, config.breaker_backoff_s),
         tags_programs=config.engine_tags,
         notice_timeout_s=config.notice_timeout_s,
+        uses_plugins=config.engine_plugin,
+        engine_hold_s=engine_hold_s_of(config),
     )
     policy = load_policy(config.policy, policy_settings_of(config))
     identity = IdentityRules(

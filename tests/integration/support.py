@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from thunderagent.backends.vllm_plugin import PROGRAMS_PATH
 from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
 from thunderagent.programs import invariants
 from thunderagent.runtime.event_log import replay
@@ -430,6 +431,12 @@ class FakeReplica:
         """Whether polls get no answer."""
         self.models: tuple[str, ...] | None = None
         """The models that it reports to the poller; None is 404."""
+        self.plugin: dict[str, Any] | None = None
+        """What its scheduler, which knows programs, reports; None is 404: it is vLLM's own."""
+        self.plugin_asked: list[str] = []
+        """Methods of the requests to that plugin."""
+        self.plugin_ops: list[list[Any]] = []
+        """The messages that it got."""
         self.calls: list[Call] = []
         """Requests other than polls."""
         self.polls_count = 0
@@ -484,6 +491,12 @@ class FakeReplica:
             text = self.metrics
             status = "404 Not Found" if text is None else "200 OK"
             call.write(_whole_answer((text or "").encode(), status=status, headers=[("content-type", "text/plain")]))
+        elif call.target == PROGRAMS_PATH:
+            self.plugin_asked.append(call.method)
+            if call.method == "POST" and self.plugin is not None:
+                self.plugin_ops += call.json()["ops"]
+            said = json.dumps(self.plugin).encode()
+            call.write(_whole_answer(said, status="404 Not Found" if self.plugin is None else "200 OK"))
         elif call.target == "/v1/models" and call.header("User-Agent") == "thunderagent":
             said = json.dumps({"data": [{"id": name} for name in self.models or ()]}).encode()
             call.write(_whole_answer(said, status="404 Not Found" if self.models is None else "200 OK"))

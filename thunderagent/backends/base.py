@@ -66,12 +66,13 @@ class NamedTurn(NamedTuple):
     """A turn's body with the names by which the engine will know it.
 
     `engine_request_id` is our id for the request, empty if it has none; `is_tagged` says whether the engine will know
-    the turn's KV cache as its program's.
+    the turn's KV cache as its program's. `session_id` goes into a header, unless it is empty.
     """
 
     body: bytes
     engine_request_id: str = ""
     is_tagged: bool = False
+    session_id: str = ""
 
 
 class Notice(NamedTuple):
@@ -151,6 +152,10 @@ class Backend(Protocol):
     @property
     def readiness_path(self) -> str:
         """Return the path that answers 503 while the engine is paused, and 200 otherwise; empty if there is none."""
+
+    @property
+    def plugin_path(self) -> str:
+        """Return the path where an engine answers whose scheduler knows programs; empty if there is no such plugin."""
 
     @property
     def rank_label(self) -> str:

@@ -64,6 +64,11 @@ class DetectedBackend:
         return self.found.readiness_path if self.found is not None else ""
 
     @property
+    def plugin_path(self) -> str:
+        """Return the path of the detected kind."""
+        return self.found.plugin_path if self.found is not None else ""
+
+    @property
     def refuses_models(self) -> bool:
         """Return whether the detected kind does; an unknown one may accept any name."""
         return self.found is not None and self.found.refuses_models

@@ -69,6 +69,7 @@ class NovaBackend:
     priorities: None = None
     observed_paths: tuple[str, ...] = ()
     readiness_path: str = ""
+    plugin_path: str = ""
     rank_label: str = "engine"
     rank_header: str = "X-data-parallel-rank"
 

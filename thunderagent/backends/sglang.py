@@ -96,6 +96,7 @@ class SglangBackend:
     rank_header: str = "X-Data-Parallel-Rank"
     observed_paths: tuple[str, ...] = ("/model_info",)
     readiness_path: str = "/ready"  # older versions have none, and no substitute
+    plugin_path: str = ""
     notices: SglangNotices = field(default_factory=SglangNotices)
     priorities: SglangPriorities = SglangPriorities()
 

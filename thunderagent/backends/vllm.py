@@ -14,6 +14,7 @@ import msgspec
 from thunderagent.backends.base import ReplicaReading
 from thunderagent.backends.exposition import STARTED, is_sane, samples_of, started_s_of
 from thunderagent.backends.priority_field import PRIORITY_HEADER, REFUSAL, with_priority
+from thunderagent.backends.vllm_plugin import PROGRAMS_PATH
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -113,6 +114,7 @@ class VllmBackend:
     priorities: VllmPriorities = VllmPriorities()
     observed_paths: tuple[str, ...] = ("/is_paused", "/weight_info")  # with VLLM_SERVER_DEV_MODE=1
     readiness_path: str = ""
+    plugin_path: str = PROGRAMS_PATH
     rank_label: str = "engine"
     rank_header: str = "X-data-parallel-rank"
 

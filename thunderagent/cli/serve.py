@@ -78,6 +78,7 @@ _CARRIES = frozenset({"Listening", "Processes", "Timeouts", "Names", "Limits", "
 _CARRIES_FIELDS = frozenset(
     {
         *("backend_api_key", "backend_api_key_file", "backend_ca_file", "model_aliases", "engine_tags", "kv_events"),
+        *("engine_plugin", "engine_hold_s"),
         *("notice_timeout_s", "policy", "policy_args", "patience_s", "client_patience", "heartbeat_s"),
         "no_replica_limit_s",
     }

@@ -303,13 +303,22 @@ def _table(title: str, *columns: str, numbers: tuple[str, ...] = ()) -> Table:
 
 
 def _health(replica: dict[str, Any]) -> str:
-    """Return the verdict with its reason, and a breaker that is about to close."""
+    """Return the verdict with its reason, a breaker that is about to close, and the engine's plugin."""
     health = str(replica["verdict"])
     if replica["verdict_reason"]:
         health += f": {replica['verdict_reason']}"
     if replica["breaker"] == "half_open":
         health += ", breaker half-open"
-    return health + ", prefix caching off" if replica["engine"].get("uncached_ranks_count") else health
+    if replica["engine"].get("uncached_ranks_count"):
+        health += ", prefix caching off"
+    plugin = replica.get("plugin")  # an older proxy has no such field
+    if plugin is None:
+        return health
+    if not plugin["on"]:
+        return f"{health}, plugin off"
+    pinned_count, total_count = plugin["pinned_blocks_count"], plugin["total_blocks_count"]
+    pinned = f", {pinned_count / total_count:.0%} pinned" if pinned_count and total_count else ""
+    return f"{health}, plugin on{pinned}"
 
 
 def _pool_column(rows: list[dict[str, Any]]) -> tuple[str, ...]:

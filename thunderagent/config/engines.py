@@ -108,6 +108,18 @@ class Engines(Slice):
         False,
         description="put the program's id into turns for engines that can free its memory: as `session_id` for SGLang",
     )
+    engine_plugin: bool = Field(
+        True,
+        description="tell vLLM engines that have the scheduler thunderagent-vllm whose turn it is, how long to hold "
+        "its memory, and what becomes of its program between turns; without effect on others",
+    )
+    engine_hold_s: float = Field(
+        30.0,
+        ge=0,
+        le=600,
+        description="how long these engines hold a program's memory after a turn whose client gives no hint, in "
+        "seconds; 0, and a policy that holds nobody: as long as they do by themselves",
+    )
     notice_timeout_s: float = Field(
         5.0,
         gt=0,

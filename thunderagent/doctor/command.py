@@ -50,7 +50,7 @@ OF_THE_TRIAL = (
     *("backends", "backends_file", "kubernetes_replicas", "kubernetes_config", "kubernetes_url"),
     *("data_parallel_ranks", "backend_type", "capacity_tokens", "policy", "policy_args", "priority"),
     *("program_headers", "user_names_program", "bucket_names_program", "infer_programs"),
-    *("backend_api_key", "backend_api_key_file", "backend_ca_file"),
+    *("backend_api_key", "backend_api_key_file", "backend_ca_file", "engine_plugin"),
 )
 """Settings that the doctor's own proxy uses. It writes no files, starts no sandboxes and asks no judge."""
 
@@ -110,7 +110,9 @@ async def _examine_through(url: str, args: argparse.Namespace, config: ServeConf
         findings = list(proxies.findings_of(looked, url, is_own=is_own))
         behind = await _look_at_engines(looked, args, config)
         wants_priorities = bool(config.priority)
+        told = {replica_id_of(str(each["url"])): bool((each.get("plugin") or {}).get("on")) for each in looked.replicas}
         for engine in behind:
+            engine.is_told = None if is_own else told.get(engine.name)  # our own was hardly asked yet
             findings += engines.findings_of(
                 engine, wants_priorities=wants_priorities, capacity_override_tokens=config.capacity_tokens
             )

@@ -11,6 +11,7 @@ from thunderagent.backends.base import NOTHING_READ
 from thunderagent.backends.exposition import STARTED, samples_of
 from thunderagent.backends.ranks import rank_count_of
 from thunderagent.backends.vllm import CACHE_CONFIG
+from thunderagent.backends.vllm_plugin import read_reports, report_of
 from thunderagent.doctor.asking import NO_ANSWER, Answer, Asker
 from thunderagent.doctor.findings import Finding, fault, ok, warning
 from thunderagent.doctor.probes import send, usage_of, words
@@ -37,6 +38,10 @@ class Engine:
     metrics: Answer = NO_ANSWER
     models: Answer = NO_ANSWER
     info: Answer = NO_ANSWER
+    plugin: Answer = NO_ANSWER
+    """Its plugin's report; not asked of kinds that have none."""
+    is_told: bool | None = None
+    """Whether the proxy speaks with its plugin; None: no proxy runs already, or it does not know the engine."""
     kind: str = "auto"
     version: str = ""
     reading: ReplicaReading = NOTHING_READ
@@ -99,6 +104,8 @@ async def look_at(asker: Asker, name: str, backend: Backend, *, sends_turns: boo
     engine.models = await asker.get("/v1/models")
     if backend.priorities is not None and backend.priorities.info_path:
         engine.priority_polarity = backend.priorities.read_polarity(engine.info.text.encode())
+    if backend.plugin_path:
+        engine.plugin = await asker.get(backend.plugin_path)
     if sends_turns and engine.model_ids:
         await _probe(asker, engine, backend)
     return engine
@@ -148,6 +155,7 @@ def findings_of(engine: Engine, *, wants_priorities: bool, capacity_override_tok
     yield from _one_engine(engine)
     yield from _probes(engine)
     yield from _priorities(engine, wanted=wants_priorities)
+    yield from _plugin(engine)
 
 
 def _of_models(engine: Engine) -> str:
@@ -297,3 +305,33 @@ def _priorities(engine: Engine, *, wanted: bool) -> Iterator[Finding]:
         yield ok("priorities", engine.name, f"It ignores priorities, and the policy sends none; {flag} turns them on.")
     elif engine.priority_refused is False:
         yield ok("priorities", engine.name, "It takes priorities.")
+
+
+def _plugin(engine: Engine) -> Iterator[Finding]:
+    """Say which halves of in-engine scheduling by programs are there: none, the engine's, or both."""
+    check, name, answer = "engine_plugin", engine.name, engine.plugin
+    if answer.wants_key:
+        text = "Its scheduler may know programs (thunderagent-vllm), but refuses to say so."
+        remedy = "give it THUNDERAGENT_VLLM_KEY or --api-key, and the proxy the same key as --backend-api-key"
+        yield warning(check, name, text, remedy)
+        return
+    reports = read_reports(answer.text.encode()) if answer.is_good else []
+    if not reports:
+        if engine.is_told:
+            yield warning(check, name, "The proxy spoke with its plugin, which does not answer now.", "see its log")
+        elif answer.status:
+            yield ok(check, name, "It schedules by itself: the plugin thunderagent-vllm is not there, and not needed.")
+        return
+    said = report_of(reports, None)
+    version = f"thunderagent-vllm {said.version}".strip()
+    known = f"{version}, protocol {said.protocol}" + (f", vLLM {said.vllm_version}" if said.vllm_version else "")
+    if not said.is_on:
+        text = f"Its half is there ({known}), but off: vLLM's own order applies."
+        yield warning(check, name, text, "see the engine's log for the reason; the setting mode turns it off, too")
+    elif engine.is_told is False:
+        remedy = "upgrade the proxy, or see its log for engine_plugin; `engine_plugin false` turns its half off"
+        yield warning(check, name, f"Its half is there ({known}), but the proxy does not speak with it.", remedy)
+    elif engine.is_told:
+        yield ok(check, name, f"Both halves are there: the proxy, and {known}; it is on.")
+    else:
+        yield ok(check, name, f"Its half is there and on: {known}.")

@@ -77,7 +77,7 @@ def build_runtime(config: ServeConfig) -> tuple[Runtime, EventLogWriter | None]:
         return Scheduler(load_policy(config.policy, policy_settings), settings)
 
     policy = load_policy(config.policy, policy_settings)
-    if getattr(getattr(policy, "base", policy), "holds_nobody", False):
+    if _holds_nobody(policy):
         for kind in ("order", "victims"):
             if kind in policy_settings:
                 log.warning(
@@ -96,6 +96,20 @@ def build_runtime(config: ServeConfig) -> tuple[Runtime, EventLogWriter | None]:
         make_scheduler=make_scheduler if config.model_pools else None,
     )
     return runtime, event_log
+
+
+def engine_hold_s_of(config: ServeConfig) -> float | None:
+    """Return how long engines hold a program's memory after a turn; None if they decide that.
+
+    They do under a policy that holds nobody: nothing would end what is held for programs that are over.
+    """
+    if not config.engine_plugin or _holds_nobody(load_policy(config.policy, policy_settings_of(config))):
+        return None
+    return config.engine_hold_s or None
+
+
+def _holds_nobody(policy: object) -> bool:
+    return bool(getattr(getattr(policy, "base", policy), "holds_nobody", False))
 
 
 def client_settings_of(config: ServeConfig, keyring: Keyring, tracing: Tracing | None = None) -> ClientSettings:

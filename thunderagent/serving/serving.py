@@ -40,6 +40,7 @@ from thunderagent.runtime.signal_log import SignalLogWriter
 from thunderagent.serving.building import (
     build_runtime,
     client_settings_of,
+    engine_hold_s_of,
     judge_of,
     rollout_settings_of,
     tracing_of,
@@ -210,6 +211,8 @@ async def proxy(
         breaker_settings=BreakerSettings(config.breaker_failure_count, config.breaker_backoff_s),
         tags_programs=config.engine_tags,
         notice_timeout_s=config.notice_timeout_s,
+        uses_plugins=config.engine_plugin,
+        engine_hold_s=engine_hold_s_of(config),
     )
     authorization = f"Bearer {api_key}" if api_key else ""
     judging = Judging(runtime, replicas, frozen_limit_s=config.frozen_limit_s, authorization=authorization)

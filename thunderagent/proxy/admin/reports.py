@@ -102,6 +102,31 @@ class HoldingPlanReport(Report):
     unheld_turns_per_s: float | None = Field(description="predicted if nothing were held")
 
 
+class PluginReport(Report):
+    """What the scheduler `thunderagent-vllm` in an engine said last; null is what it did not say."""
+
+    on: bool = Field(description="whether it schedules; false: vLLM's own order applies, and it gets no programs")
+    protocol: int
+    version: str
+    vllm_version: str
+    mode: str = Field(description="on, or watch: it only counts")
+    total_blocks_count: int | None
+    free_blocks_count: int | None
+    pinned_blocks_count: int | None = Field(description="held for programs whose tools run")
+    pins_count: int | None = Field(description="programs for which blocks are held, at most 1,000 for each rank")
+    programs_count: int | None = Field(description="programs that it knows")
+    pins_total: dict[str, int] = Field(
+        description="what became of pins: kept, used, expired, given_back (others needed the room), released, refused, "
+        "dropped"
+    )
+    turns_total: dict[str, int] = Field(description="warm: the program's blocks were held; cold: they were not")
+    chunks_total: dict[str, int] = Field(description="parts of prompts: whole, bounded, shrunk")
+    preemptions_total: dict[str, int] = Field(description="by level; -1 had begun to generate")
+    steps_total: int | None
+    hook_seconds_total: float | None = Field(description="time that its decisions took")
+    failures_total: int | None
+
+
 class ReplicaReport(Report):
     """A replica now. Token counts are the ledger's, `engine` is what its last poll said."""
 
@@ -148,6 +173,7 @@ class ReplicaReport(Report):
     price: PriceReport
     holding: HoldingPlanReport
     engine: dict[str, float | int | None]
+    plugin: PluginReport | None = Field(description="of an engine whose scheduler knows programs; null for others")
 
 
 class ToolsReport(Report):
@@ -350,9 +376,18 @@ def replica_reports(runtime: Runtime, replicas: Replicas) -> list[ReplicaReport]
                 price=_price_report(pool.scheduler.knowledge.prices.of(replica_id), account.turn_count),
                 holding=_plan_report(pool.scheduler.knowledge.last_plan(replica_id)),
                 engine={name: value for name, value in asdict(known.reading).items() if name != "models"},
+                plugin=_plugin_report(replicas, replica_id),
             )
         )
     return reports
+
+
+def _plugin_report(replicas: Replicas, replica_id: str) -> PluginReport | None:
+    said = replicas.plugins.report(replica_id)
+    if said is None:
+        return None
+    fields = asdict(said)
+    return PluginReport(on=fields.pop("is_on"), **fields)
 
 
 def _price_report(price: Price, turn_count: int) -> PriceReport:

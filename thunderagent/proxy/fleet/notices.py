@@ -172,6 +172,10 @@ class TaggedPrograms:
         """Note that a turn of the program, tagged, goes to the replica."""
         self._replicas.setdefault(program_id, {})[replica_id] = authorization
 
+    def replicas_of(self, program_id: str) -> list[str]:
+        """Return the replicas where a program's memory is known by its id."""
+        return list(self._replicas.get(program_id, ()))
+
     def heard(self, event: Event, decisions: Sequence[Decision]) -> None:  # noqa: ARG002 - an observer's signature
         """Handle the scheduler's decisions."""
         for decision in decisions:

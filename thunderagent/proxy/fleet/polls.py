@@ -47,7 +47,9 @@ class Polls:
 
     def replica_polled(self, replica_id: str, reading: ReplicaReading) -> None:
         """Store a reading; tell the runtime if it has news."""
-        known = self._replicas.known[replica_id]
+        known, plugins = self._replicas.known[replica_id], self._replicas.plugins
+        plugins.polled(replica_id)
+        reading = plugins.without_pins(replica_id, reading)
         if reading.models is not None:
             refuses_others, asked_s = known.endpoint.backend.refuses_models, self._runtime.now_s() - reading.age_s
             self._runtime.served.listed(replica_id, reading.models, refuses_others=refuses_others, asked_s=asked_s)

@@ -17,7 +17,7 @@ import structlog
 from thunderagent.backends.base import NOTHING_READ, NamedTurn, ReplicaReading
 from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.errors import NoReplicaError, ReplicaRemovedError
-from thunderagent.leases import FleetSource, ReplicaMap
+from thunderagent.leases import FleetSource, ReplicaMap, TurnHint
 from thunderagent.programs.model.decisions import Decision, Release
 from thunderagent.programs.model.events import Event
 from thunderagent.programs.model.fleet_events import (
@@ -30,6 +30,7 @@ from thunderagent.programs.model.fleet_events import (
 from thunderagent.programs.model.verdict import LOST
 from thunderagent.proxy.fleet.breaker import Breakers, BreakerSettings
 from thunderagent.proxy.fleet.client import ReplicaClient
+from thunderagent.proxy.fleet.engine_plugins import EnginePlugins
 from thunderagent.proxy.fleet.notices import NoticeSender, TaggedPrograms
 from thunderagent.proxy.fleet.priorities import EnginePriorities
 
@@ -126,7 +127,9 @@ class KnownReplica:
 class Replicas:
     """Knows where each replica is, and sends engines their notices.
 
-    With `tags_programs`, turns carry their program's id to engines that can free its memory.
+    With `tags_programs`, turns carry their program's id to engines that can free its memory. With `uses_plugins`,
+    engines whose scheduler knows programs are told of them; `engine_hold_s` is how long such an engine holds a
+    program's blocks after a turn without a hint, None leaves that to it.
     """
 
     def __init__(
@@ -137,6 +140,8 @@ class Replicas:
         breaker_settings: BreakerSettings | None = None,
         tags_programs: bool = False,
         notice_timeout_s: float = 5.0,
+        uses_plugins: bool = True,
+        engine_hold_s: float | None = None,
     ) -> None:
         """Start with `endpoints`, none of them up yet."""
         self.breakers = Breakers(runtime, breaker_settings or BreakerSettings())
@@ -155,6 +160,14 @@ class Replicas:
         for endpoint in endpoints:
             runtime.replica_at(endpoint.replica_id, endpoint.url)
         self._tagged = TaggedPrograms(self._program_ended)
+        self.plugins = EnginePlugins(
+            self.known,
+            notice_timeout_s,
+            is_wanted=uses_plugins,
+            hold_s=engine_hold_s,
+            observe=runtime.observe,
+            replicas_of=self._tagged.replicas_of,
+        )
         runtime.observe(self._tagged.heard, Release)
 
     @property
@@ -252,6 +265,7 @@ class Replicas:
             follower.remove(replica_id)
         self._notices.forget(replica_id)
         self.priorities.forget(replica_id)
+        self.plugins.forget(replica_id)
         self._runtime.replica_removed(replica_id)
         for forget in self.on_removed:
             forget(replica_id)
@@ -291,25 +305,38 @@ class Replicas:
         return chosen_id
 
     async def run(self, client: ReplicaClient) -> None:
-        """Send notices to engines, and ask them about priorities, with `client` until cancelled."""
+        """Send notices to engines, ask them about priorities, and speak with plugins, by `client` until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.priorities.run(client))
             group.create_task(self._notices.run(client))
+            group.create_task(self.plugins.run(client))
 
     def has_notices(self, replica_id: str) -> bool:
-        """Return whether a replica gets notices of turns and programs; False if removed: sending reports that."""
+        """Return whether a replica is told of turns and programs; False if removed: sending reports that."""
         known = self.known.get(replica_id)
-        return known is not None and known.endpoint.backend.notices is not None
+        return known is not None and (known.endpoint.backend.notices is not None or replica_id in self.plugins.on_ids)
 
     def name_turn(
-        self, replica_id: str, path: str, body: bytes, program_id: str | None, authorization: str | None
+        self,
+        replica_id: str,
+        path: str,
+        body: bytes,
+        program_id: str | None,
+        authorization: str | None,
+        hint: TurnHint | None = None,
     ) -> NamedTurn:
-        """Return a turn's body as sent to a replica: with an id of ours for engines that take abort notices."""
+        """Return a turn's body as sent to a replica: with an id of ours for engines that take abort notices.
+
+        A plugin gets its program's id, and how long to hold its blocks afterwards, by the client's `hint`.
+        """
         known = self.known.get(replica_id)
         notices = known.endpoint.backend.notices if known is not None else None
-        if notices is None:  # or it was removed since the grant: sending reports that
+        if notices is not None:
+            named = notices.name_turn(path, body, program_id, tags_programs=self._tags_programs)
+        elif program_id is not None and replica_id in self.plugins.on_ids:
+            named = self.plugins.name_turn(path, body, program_id, hint)
+        else:  # or it was removed since the grant: sending reports that
             return NamedTurn(body)
-        named = notices.name_turn(path, body, program_id, tags_programs=self._tags_programs)
         if named.is_tagged and program_id is not None:
             self._tagged.add(program_id, replica_id, authorization)
         return named
@@ -322,6 +349,9 @@ class Replicas:
             self._notices.send(replica_id, notice, authorization)
 
     def _program_ended(self, program_id: str, replica_id: str, authorization: str | None) -> None:
+        if replica_id in self.plugins.on_ids:
+            self.plugins.release(replica_id, program_id)
+            return
         known = self.known.get(replica_id)
         if known is not None and known.endpoint.backend.notices is not None:
             self._notices.send(replica_id, known.endpoint.backend.notices.program_ended(program_id), authorization)
@@ -334,3 +364,4 @@ class Replicas:
         """Start over with a replica: another engine may run there now."""
         self._notices.replica_up(replica_id)
         self.priorities.forget(replica_id)
+        self.plugins.came_up(replica_id)

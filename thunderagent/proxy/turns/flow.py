@@ -302,8 +302,11 @@ class Turns:
         named, body, authorization = None, record.turn.body, None
         if forwarding.names(granted.replica_id):
             authorization = headers.get("Authorization")
-            named = await forwarding.named(record, granted.replica_id, authorization)
+            named = await forwarding.named(record, attempt, granted.replica_id, authorization)
             body = named.body
+            if named.session_id:
+                headers = CIMultiDict(headers)  # other attempts go elsewhere
+                headers["X-Session-ID"] = named.session_id
         if record.recording is not None:
             body, headers = record.recording.ask(record, granted, body, headers)
         try:

@@ -111,10 +111,11 @@ class Forwarding:
             headers["X-Session-ID"] = record.turn.program_id
         return headers
 
-    async def named(self, record: Record, replica_id: str, authorization: str | None) -> NamedTurn:
-        """Return the body with an id of its own."""
+    async def named(self, record: Record, attempt: Attempt, replica_id: str, authorization: str | None) -> NamedTurn:
+        """Return the body with an id of its own, or what else its engine wants to know."""
         turn, path = record.turn, record.target.engine_path
-        name = partial(self._replicas.name_turn, replica_id, path, turn.body, turn.program_id, authorization)
+        hint = None if turn.branch_id else attempt.patience.hint or turn.hint  # a branch is not its program
+        name = partial(self._replicas.name_turn, replica_id, path, turn.body, turn.program_id, authorization, hint)
         return await read_aside(name, len(turn.body))
 
     def send(

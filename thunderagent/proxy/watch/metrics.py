@@ -90,6 +90,7 @@ class StateCollector:
         yield from self._programs()
         yield from self._counts()
         yield from self._replica_sums()
+        yield from self._plugins()
         yield from self._goodput()
         yield from self._tenants()
         yield from self._learned()
@@ -245,6 +246,71 @@ class StateCollector:
         yield costs
         yield queued
         yield idle
+
+    def _plugins(self) -> Iterator[Metric]:
+        gauges = {
+            "on": GaugeMetricFamily(
+                "thunderagent_engine_plugin_on",
+                "1 if the engine's own scheduler knows programs, 0 if that is off; absent for an engine without it.",
+                labels=["replica"],
+            ),
+            "pinned": GaugeMetricFamily(
+                "thunderagent_engine_plugin_pinned_blocks",
+                "Blocks that the engine holds for programs whose tools run.",
+                labels=["replica"],
+            ),
+        }
+        sums = {
+            "steps_total": CounterMetricFamily(
+                "thunderagent_engine_plugin_steps", "Iterations of that scheduler.", labels=["replica"]
+            ),
+            "hook_seconds_total": CounterMetricFamily(
+                "thunderagent_engine_plugin_hook_seconds", "Time that its decisions took.", labels=["replica"]
+            ),
+            "failures_total": CounterMetricFamily(
+                "thunderagent_engine_plugin_failures",
+                "Decisions that failed; the first turns it off.",
+                labels=["replica"],
+            ),
+        }
+        by_word = {
+            "pins_total": CounterMetricFamily(
+                "thunderagent_engine_plugin_pins",
+                "What became of what it held for programs: kept, used by the next turn, expired, given_back because "
+                "others needed the room, released, refused for lack of room, dropped.",
+                labels=["replica", "event"],
+            ),
+            "turns_total": CounterMetricFamily(
+                "thunderagent_engine_plugin_turns",
+                "Turns that found their program's blocks held (warm), and others (cold).",
+                labels=["replica", "start"],
+            ),
+            "chunks_total": CounterMetricFamily(
+                "thunderagent_engine_plugin_chunks",
+                "Parts of prompts by size: whole, bounded for others, shrunk to fit.",
+                labels=["replica", "kind"],
+            ),
+            "preemptions_total": CounterMetricFamily(
+                "thunderagent_engine_plugin_preemptions",
+                "Requests that lost their blocks, by level; -1 had begun to generate.",
+                labels=["replica", "level"],
+            ),
+        }
+        plugins = self._replicas.plugins
+        for replica_id in self._replicas.known:
+            report = plugins.report(replica_id)
+            if report is None:
+                continue
+            gauges["on"].add_metric([replica_id], int(report.is_on))
+            if report.pinned_blocks_count is not None:
+                gauges["pinned"].add_metric([replica_id], report.pinned_blocks_count)
+            for name, family in sums.items():
+                if (value := getattr(report, name)) is not None:
+                    family.add_metric([replica_id], value)
+            for name, family in by_word.items():
+                for word, count in getattr(report, name).items():
+                    family.add_metric([replica_id, word], count)
+        yield from (*gauges.values(), *sums.values(), *by_word.values())
 
     def _goodput(self) -> Iterator[Metric]:
         goodputs = [scheduler.knowledge.goodput for scheduler in self._runtime.pools.schedulers]
