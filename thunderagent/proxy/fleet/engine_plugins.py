@@ -203,11 +203,8 @@ class EnginePlugins:
     # --- with a turn
 
     def name_turn(self, path: str, body: bytes, program_id: str, hint: TurnHint | None) -> NamedTurn:
-        """Return a turn with its program's id, and how long to hold its blocks afterwards.
-
-        An id that is no header, or too long for the plugin, is not told.
-        """
-        if not (len(program_id) <= MOST_ID_CHARACTERS and program_id.isascii() and program_id.isprintable()):
+        """Return a turn with its program's id, and how long to hold its blocks afterwards, if the id may be told."""
+        if not may_be_told(program_id):
             return NamedTurn(body)
         if path in PATHS:
             body = with_words(body, program_id, hold_s_of(hint, self._hold_s))
@@ -220,21 +217,22 @@ class EnginePlugins:
         self._say(replica_id, ("release", program_id))
 
     def heard(self, event: Event, decisions: Sequence[Decision]) -> None:
-        """Handle pauses, and hints that come between turns."""
+        """Handle pauses, and hints of when the next turn comes.
+
+        One that all may be dropped is not told, because it may be about the end of a turn that is under way.
+        """
         for decision in decisions:
             if type(decision) is Pause:
                 self._say(decision.replica_id, ("pause", decision.program_id))
         if type(event) is ProgramHinted and not event.branch_id:
-            program_id, hint = event.program_id, TurnHint(event.next_turn_in_s, event.confidence_ratio, event.keep)
-            hold_s = hold_s_of(hint, None)
-            if hold_s is not None:
-                op: Op = ("hold", program_id, hold_s) if hold_s > 0 else ("pause", program_id)
-                for replica_id in self._replicas_of(program_id):
-                    self._say(replica_id, op)
+            hold_s = hold_s_of(TurnHint(event.next_turn_in_s, event.confidence_ratio, event.keep), None)
+            if hold_s:
+                for replica_id in self._replicas_of(event.program_id):
+                    self._say(replica_id, ("hold", event.program_id, hold_s))
 
     def _say(self, replica_id: str, op: Op) -> None:
         engine = self._by_replica.get(replica_id)
-        if engine is None or replica_id not in self.on_ids or len(op[1]) > MOST_ID_CHARACTERS:
+        if engine is None or replica_id not in self.on_ids or not may_be_told(op[1]):
             return
         if len(engine.ops) == MOST_WAITING_COUNT and not engine.is_failing:  # once, until one is sent again
             engine.is_failing = True
@@ -268,10 +266,11 @@ class EnginePlugins:
             while engine.is_due or engine.ops:
                 if not engine.is_due:
                     await asyncio.sleep(BATCH_S)
+                if not engine.replica_ids or not (engine.is_due or engine.ops):
+                    return  # its last replica was removed, or its plugin is off, meanwhile
                 ops = [engine.ops.popleft() for _ in range(min(BATCH_COUNT, len(engine.ops)))]
                 engine.is_due, engine.polls_count = False, 0
-                if engine.replica_ids:
-                    await self._ask(engine, ops)
+                await self._ask(engine, ops)
         finally:
             engine.is_talking = False
 
@@ -335,6 +334,11 @@ class EnginePlugins:
         if not self._is_observing:
             self._is_observing = True
             self._observe(self.heard, Pause, ProgramHinted)
+
+
+def may_be_told(program_id: str) -> bool:
+    """Return whether the plugin can know a program: its id is a header, and a text of JSON, and not too long."""
+    return len(program_id) <= MOST_ID_CHARACTERS and program_id.isascii() and program_id.isprintable()
 
 
 def hold_s_of(hint: TurnHint | None, hold_s: float | None) -> float | None:

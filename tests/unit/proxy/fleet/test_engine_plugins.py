@@ -188,9 +188,7 @@ async def test_messages_go_together_and_in_order() -> None:
         setup.plugins.heard(ProgramHinted(1.0, "p", keep="drop", branch_id="side"), [])
         setup.plugins.release("a", "p")
         await setup.settled()
-        assert setup.engine.asked[1:] == [
-            ("POST", [["pause", "p"], ["hold", "p", 21.0], ["pause", "p"], ["release", "p"]])
-        ]
+        assert setup.engine.asked[1:] == [("POST", [["pause", "p"], ["hold", "p", 21.0], ["release", "p"]])]
 
 
 async def test_many_messages_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +197,8 @@ async def test_many_messages_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     async with speaking() as setup:
         for number in range(engine_plugins.MOST_WAITING_COUNT + 5):
             setup.plugins.release("a", str(number))
-        setup.plugins.release("a", "x" * 257)
+        for program_id in ("x" * 257, "\udce9", "é"):  # a header may have any bytes, JSON may not
+            setup.plugins.release("a", program_id)
         await setup.settled()
         assert len(setup.engine.ops) == engine_plugins.MOST_WAITING_COUNT
         assert setup.engine.ops[0] == ["release", "5"]
