@@ -325,6 +325,21 @@ class ProgramDeadlineError(ProgramLimitError):
     code = "program_deadline"
 
 
+class ProgramStaleError(ThunderAgentError):
+    """The weights have changed more often since the program's first turn than its bound allows; the turn was aborted.
+
+    410 for the same reason. Its client gives the rollout up, and releases the program.
+    """
+
+    status = 410
+    code = "program_stale"
+
+    @property
+    def turn_verdict(self) -> str:
+        """Return that it was the trainer's doing."""
+        return "aborted_by_trainer"
+
+
 class TurnAbortedError(ThunderAgentError):
     """A trainer aborted this turn, or all, while it was held; the turn was never forwarded.
 

@@ -66,6 +66,7 @@ log = structlog.get_logger("thunderagent")
 NOT_WITH_GATEWAYS = (
     "admin_port",
     "bearer_programs",
+    "fence",
     "infer_programs",
     "judge_url",
     "keys_file",

@@ -106,7 +106,12 @@ class ServeConfig(
 
     @model_validator(mode="after")
     def _nothing_is_without_effect(self) -> Self:
-        for prefix, switch in (("judge_", "judge_url"), ("provision_", "provision"), ("rollout_", "rollouts")):
+        for prefix, switch in (
+            ("judge_", "judge_url"),
+            ("provision_", "provision"),
+            ("rollout_", "rollouts"),
+            ("fence_", "fence"),
+        ):
             given = [
                 name
                 for name, field in type(self).model_fields.items()

@@ -38,3 +38,19 @@ class Rollouts(Slice):
     rollout_turns_count: int = Field(
         10_000, ge=1, description="turns of a program that are recorded with tokens; further ones without"
     )
+    fence: Literal["start", "turn"] | None = Field(
+        None,
+        description="salt engines' caches by their weights, so that a program reuses nothing that is older than its "
+        "start, or a turn nothing that is older than its grant; off by default",
+    )
+    fence_max_lag_count: int | None = Field(
+        None,
+        ge=0,
+        description="how often the weights may change between a program's first turn and any later one; "
+        "X-Program-Staleness sets it for one program",
+    )
+    fence_when_stale: Literal["continue", "finish", "hold", "abort"] = Field(
+        "continue",
+        description="what becomes of a turn beyond that: it runs; it runs where weights are older, or gets an error; "
+        "it waits for a replica with older ones; or the program's turns are aborted once the weights change",
+    )

@@ -53,6 +53,7 @@ from thunderagent.proxy.routing import (
     front_of,
     own_parts_of,
 )
+from thunderagent.proxy.turns.fence import Fence, FenceSettings
 from thunderagent.proxy.turns.flow import Turns, TurnSettings
 from thunderagent.proxy.turns.models import Models
 from thunderagent.proxy.turns.recording import Recording
@@ -111,6 +112,7 @@ def build_app(
     provisioner: Provisioner | None = None,
     judge: Judge | None = None,
     rollouts: RolloutSettings | None = None,
+    fence: FenceSettings | None = None,
     simulated: bool = False,
     further_routes: Iterable[web.RouteDef] = (),
     cell: Callable[[], CellReport] | None = None,
@@ -147,6 +149,7 @@ def build_app(
         sandboxes,
         judge,
         partial(Recording, recorded, replicas) if recorded is not None else None,
+        Fence(fence, replicas, runtime, runtime.turn_aborters) if fence is not None else None,
     )
     runtime.turn_aborters.append(flow.abort)
     turns = TurnHandlers(flow)

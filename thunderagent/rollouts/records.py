@@ -125,7 +125,7 @@ class Turn(Struct, kw_only=True, omit_defaults=True):
     """Version of the weights that the replica had when the turn was granted; empty if unknown."""
     weights_after: str = ""
     changes_before: int = 0
-    """How often the weights of that replica had changed when the turn was granted, as far as the proxy knows."""
+    """The number of these weights, which rises with each change: equal on replicas with the same ones."""
     changes_after: int = 0
     outcome: str = ""
     verdict: str = "ok"
@@ -141,6 +141,8 @@ class Turn(Struct, kw_only=True, omit_defaults=True):
     held_s: float = 0.0
     total_s: float = 0.0
     cached_tokens: int | None = None
+    salt: str = ""
+    """What its engine was told to separate its cache by; empty if nothing."""
 
 
 class Rollout(Struct, kw_only=True, omit_defaults=True):

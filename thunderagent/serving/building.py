@@ -19,6 +19,7 @@ from thunderagent.proxy.gate.keys import Keyring
 from thunderagent.proxy.gate.outgoing import Outgoing
 from thunderagent.proxy.judge import Judge, JudgeSettings, ReplicaAsker, open_url, read_prompt
 from thunderagent.proxy.reading.identity import IdentityRules
+from thunderagent.proxy.turns.fence import FenceSettings, Staleness
 from thunderagent.proxy.turns.flow import TurnSettings
 from thunderagent.proxy.turns.retry_budget import RetrySettings
 from thunderagent.proxy.watch.rollouts import RolloutSettings
@@ -155,6 +156,13 @@ def rollout_settings_of(config: ServeConfig) -> RolloutSettings | None:
         keep_s=config.rollout_keep_s,
         turns_count=config.rollout_turns_count,
     )
+
+
+def fence_settings_of(config: ServeConfig) -> FenceSettings | None:
+    """Return how caches are salted, and how stale a program may be; None if there is no fence."""
+    if config.fence is None:
+        return None
+    return FenceSettings(config.fence, Staleness(config.fence_max_lag_count, config.fence_when_stale))
 
 
 def judge_of(config: ServeConfig, runtime: Runtime, client: ReplicaClient) -> Judge | None:

@@ -276,6 +276,8 @@ class EngineControl:
                 replies = [reply._replace(replica_id=replica_id) for replica_id in engine]
                 for each in replies if reply.done else ():  # at once: others may take much longer
                     self._did(each, command, asked)
+                for replica_id in filter(self._replicas.known.__contains__, engine if command.may_renew else ()):
+                    self._replicas.known[replica_id].cache_in_doubt()
                 if reply.is_unanswered and command.needs_answer:
                     self._left_unanswered(engine, target, command)
                 if aborts and command.is_abort and reply.done:

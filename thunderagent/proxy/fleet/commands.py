@@ -181,6 +181,7 @@ class Command:
     way. `leaves` is the cause for which grants stay stopped on each replica that did it; `ends` are the causes that
     then end there, unless only a part of an engine was meant. `harms_turns` says that no turn may run into it: then
     grants stay stopped on a replica that never answered. One that `renews` has changed the weights once it is answered.
+    One that `loads` may have changed those of an adapter.
     """
 
     reads: bool = False
@@ -192,6 +193,12 @@ class Command:
     is_abort: bool = False
     harms_turns: bool = False
     renews: bool = False
+    loads: bool = False
+
+    @property
+    def may_renew(self) -> bool:
+        """Return whether what a cache holds may be of other weights after it, also if it failed."""
+        return self.loads or self.renews or self.harms_turns
 
     @property
     def cuts(self) -> bool:
@@ -207,6 +214,7 @@ class Command:
 _UPDATE = Command(clears=_update_clears, aborts=_aborts_all, harms_turns=True, renews=True)
 _BESIDE_TURNS = Command(suspends=False)
 """What every replica must know, and turns need not wait for: adapters, sessions, and the like."""
+_LOADS = Command(suspends=False, loads=True)
 _READ = Command(reads=True, suspends=False)
 
 COMMANDS: Mapping[str, Command] = {
@@ -254,12 +262,12 @@ COMMANDS: Mapping[str, Command] = {
     "/start_expert_distribution_record": _BESIDE_TURNS,
     "/stop_expert_distribution_record": _BESIDE_TURNS,
     "/dump_expert_distribution_record": _BESIDE_TURNS,
-    "/load_lora_adapter": _BESIDE_TURNS,
-    "/load_lora_adapter_from_tensors": _BESIDE_TURNS,
+    "/load_lora_adapter": _LOADS,
+    "/load_lora_adapter_from_tensors": _LOADS,
     "/unload_lora_adapter": _BESIDE_TURNS,
-    "/v1/load_lora_adapter": _BESIDE_TURNS,
+    "/v1/load_lora_adapter": _LOADS,
     "/v1/unload_lora_adapter": _BESIDE_TURNS,
-    "/skyrl/v1/load_lora_adapter": _BESIDE_TURNS,
+    "/skyrl/v1/load_lora_adapter": _LOADS,
     "/abort_request": Command(is_abort=True, aborts=lambda asked: asked.flag("abort_all", default=False)),
     "/abort_requests": Command(is_abort=True, aborts=lambda asked: not asked.request_ids),
     "/inference/v1/abort_requests": Command(is_abort=True),

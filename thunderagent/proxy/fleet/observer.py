@@ -96,7 +96,8 @@ class Observer:
             self._runtime.replica_flushed(replica_id)  # the cache of other weights is useless
         if known.weight_version:
             known.weights_changed(version, renewed=False)
-        known.weight_version = version
+        else:
+            known.weights_named(version)
 
 
 def says_paused(status: int) -> bool | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
 
@@ -33,6 +33,7 @@ from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.engine_plugins import EnginePlugins
 from thunderagent.proxy.fleet.notices import NoticeSender, TaggedPrograms
 from thunderagent.proxy.fleet.priorities import EnginePriorities
+from thunderagent.proxy.fleet.weights import Weights
 
 log = structlog.get_logger("thunderagent.replicas")
 
@@ -101,8 +102,14 @@ class KnownReplica:
     why_down: str = NOT_POLLED
     weight_version: str = ""
     """Version of the weights that it was last told to load, or reported; empty if unknown."""
-    weight_changes_count: int = 0
-    """How often its weights have changed, as far as the proxy was told, or saw."""
+    weights: Weights = field(default_factory=Weights)
+    """What is known of versions, over all replicas."""
+    weight_number: int = 0
+    """The number of its weights, as far as the proxy was told, or saw: greater for newer ones, on any replica."""
+    cache_serial: int = 0
+    """Another one whenever what its cache holds may be of other weights."""
+    is_suspended: bool = False
+    """Whether nothing is granted there."""
     told_count: int = 0
     """Number of calls to it that its own reports must not predate."""
     is_up: bool = False
@@ -115,13 +122,40 @@ class KnownReplica:
     """The number of the latest request without a lease that went there."""
     _is_unnamed: bool = False
     """Whether its weights have changed since their version was last named."""
+    _was_counted: bool = False
+    """Whether a change was counted since nothing is granted there."""
+
+    def __post_init__(self) -> None:
+        """Give its cache a serial."""
+        self.cache_serial = self.weights.next_serial()
 
     def weights_changed(self, version: str, *, renewed: bool) -> None:
         """Note new weights, or a new name for them, or both; an empty version is none."""
+        if not renewed and version in ("", self.weight_version):
+            return
         if renewed or (version and version != self.weight_version and not self._is_unnamed):
-            self.weight_changes_count += 1
+            self.cache_serial = self.weights.next_serial()
+            if not self._was_counted:
+                self.weight_number += 1
+            self._was_counted = self.is_suspended
         self._is_unnamed = (renewed or self._is_unnamed) and not version
-        self.weight_version = version or self.weight_version
+        self.weights_named(version)
+
+    def weights_named(self, version: str) -> None:
+        """Note the name of the weights that it has; an empty one is none."""
+        if version:
+            self.weight_version = version
+            self.weight_number = self.weights.number_of(version, self.weight_number)
+        self.weights.changed(self.endpoint.replica_id)
+
+    def cache_in_doubt(self) -> None:
+        """Note that its weights may have changed: what its cache holds may be of others."""
+        self.cache_serial = self.weights.next_serial()
+
+    def set_suspended(self, *, is_suspended: bool) -> None:
+        """Note whether nothing is granted there."""
+        self.is_suspended = is_suspended
+        self._was_counted = self._was_counted and is_suspended
 
 
 class Replicas:
@@ -151,7 +185,8 @@ class Replicas:
         """Called with the id of each removed replica."""
         self._followers: list[Follower] = []
         self._connections: Connections | None = None
-        self.known = {endpoint.replica_id: KnownReplica(endpoint) for endpoint in endpoints}
+        self.weights = Weights()
+        self.known = {endpoint.replica_id: KnownReplica(endpoint, weights=self.weights) for endpoint in endpoints}
         """By id, in the order in which they were added."""
         self._tags_programs = tags_programs
         self._numbers = count(1)
@@ -194,6 +229,8 @@ class Replicas:
         for replica_id, state in self._runtime.replicas.states.items():
             paused = any(cause != BACKPRESSURE for cause in state.suspended_for)
             self._connections.set_paused(replica_id, paused=paused)
+            if replica_id in self.known:
+                self.known[replica_id].set_suspended(is_suspended=paused)
         if isinstance(event, ReplicaDown | ReplicaUp):
             now, known = self._runtime.replicas.get(event.replica_id), self.known.get(event.replica_id)
             if now is None or known is None or now.incarnation == known.incarnation:
@@ -235,7 +272,8 @@ class Replicas:
         replica_id = endpoint.replica_id
         assert replica_id not in self.known, replica_id
         assert self._connections is not None
-        known = self.known[replica_id] = KnownReplica(endpoint)
+        known = self.known[replica_id] = KnownReplica(endpoint, weights=self.weights)
+        known.weight_number = max(each.weight_number for each in self.known.values())
         try:
             for follower in self._followers:
                 follower.add(endpoint)

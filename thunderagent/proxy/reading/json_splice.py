@@ -116,6 +116,23 @@ def set_value(body: bytes, key: str, value: bytes) -> bytes:
     return _replaced(body, member.value_start, member.end, value)
 
 
+def value_of(body: bytes, key: str) -> bytes | None:
+    """Return the bytes of a member's value; None if there is none. Raises `ValueError` if the object has no end."""
+    if body.find(b'"%s"' % key.encode()) < 0 and not _may_escape_keys(body):
+        return None
+    member = _last(body, body.index(b"{"), key)
+    return None if member is None else body[member.value_start : member.end]
+
+
+def put_value(body: bytes, key: str, value: bytes) -> bytes:
+    """Return `body` with this value for a member, which may exist. Raises `ValueError` as `has_member`."""
+    if has_member(body, key):
+        return set_value(body, key, value)
+    begin = body.index(b"{") + 1
+    comma = b"" if body[begin : begin + SLICE_BYTES].lstrip()[:1] == b"}" else b","
+    return _replaced(body, begin, begin, b'"%s":%s%s' % (key.encode(), value, comma))
+
+
 def has_member(body: bytes, key: str) -> bool:
     """Return whether the object in `body` has a member with this key. Raises `ValueError` if it has no end."""
     if body.find(b'"%s"' % key.encode()) < 0 and not _may_escape_keys(body):

@@ -32,6 +32,7 @@ from multidict import CIMultiDict
 from thunderagent.errors import (
     ProgramKilledError,
     ProgramReleasedError,
+    ProgramStaleError,
     ReplicaError,
     RequestError,
     ThunderAgentError,
@@ -56,6 +57,7 @@ from thunderagent.proxy.reading.outline import LARGE_BODY_BYTES, read_aside
 from thunderagent.proxy.turns.aborts import abort_answer
 from thunderagent.proxy.turns.arrival import read_turn
 from thunderagent.proxy.turns.attempts import Attempt, Attempts, told_key
+from thunderagent.proxy.turns.fence import STALENESS_HEADER, Fence
 from thunderagent.proxy.turns.forward import Forwarding
 from thunderagent.proxy.turns.heartbeat import HeldStream
 from thunderagent.proxy.turns.patience import RETRY_HEADER, patience_of
@@ -127,6 +129,7 @@ class Turns:
         sandboxes: Preparer | None = None,
         judge: Judge | None = None,
         record_turn: Callable[[Record], Any] | None = None,
+        fence: Fence | None = None,
     ) -> None:
         """Forward with `client` to `replicas`, under `leases`; record in `made` which replica made which answer."""
         self._leases = leases
@@ -138,6 +141,7 @@ class Turns:
         self._sandboxes = sandboxes
         self._judge = judge
         self._record_turn = record_turn
+        self._fence = fence
         self._budget = RetryBudget(settings.retries)
         self._attempts = Attempts()
         infers = settings.identity.infers_programs or settings.identity.infers_buckets
@@ -307,6 +311,8 @@ class Turns:
             if named.session_id:
                 headers = CIMultiDict(headers)  # other attempts go elsewhere
                 headers["X-Session-ID"] = named.session_id
+        if self._fence is not None:
+            body = await self._fence.salted(record, granted, body)
         if record.recording is not None:
             body, headers = record.recording.ask(record, granted, body, headers)
         try:
@@ -349,17 +355,41 @@ class Turns:
         deadline_s: float | None,
         avoid_replica_id: str | None,
     ) -> Awaitable[OpenLease]:
-        """Ask for a lease, with heartbeats meanwhile if wanted; a second one is for a turn that kept its age."""
-        if record.tries_count:
+        """Ask for a lease, with heartbeats meanwhile if wanted."""
+        waiting: Awaitable[OpenLease]
+        if self._fence is None:
+            waiting = self._ask_once(exchange, record, attempt, deadline_s, avoid_replica_id, None, again=False)
+        else:
+            ask = partial(self._ask_once, exchange, record, attempt, deadline_s, avoid_replica_id)
+            while_held = partial(HeldTurn, self._held, exchange.kept, record.held_bytes)
+            said = exchange.headers.get(STALENESS_HEADER)
+            waiting = self._fence.lease(record, said, ask, deadline_s, while_held)
+        return waiting if record.held_stream is None else self._with_heartbeats(record.held_stream, waiting)
+
+    def _ask_once(
+        self,
+        exchange: Exchange,
+        record: Record,
+        attempt: Attempt,
+        deadline_s: float | None,
+        avoid_replica_id: str | None,
+        wanted_replica_id: str | None,
+        *,
+        again: bool,
+    ) -> Awaitable[OpenLease]:
+        """Ask for a lease, on the wanted replica if any; a second one is for a turn that kept its age."""
+        if record.tries_count or again:
             attempt.supersedes_id, attempt.turn_id = attempt.turn_id, self._leases.new_turn_id()
             if record.tenancy is not None:
                 record.tenancy.check(record.turn.program_id)  # again: it may belong to another tenant by now
-        home_id = self._leases.home_of(record.turn.told_id, record.model) if record.turn.told_id else None
-        ask = ask_for(record, attempt, self._leases.now_s(), deadline_s, avoid_replica_id, home_id)
+        if record.turn.told_id:
+            wanted_replica_id = self._leases.home_of(record.turn.told_id, record.model)
+        ask = ask_for(record, attempt, self._leases.now_s(), deadline_s, avoid_replica_id, wanted_replica_id)
+        if self._fence is not None:
+            ask = self._fence.ask(record, ask)
         if self._settings.tells_attempts and (key := told_key(attempt)):
             ask = replace(ask, attempt_key=key)
-        waiting = self._leases.lease(ask, HeldTurn(self._held, exchange.kept, record.held_bytes))
-        return waiting if record.held_stream is None else self._with_heartbeats(record.held_stream, waiting)
+        return self._leases.lease(ask, HeldTurn(self._held, exchange.kept, record.held_bytes))
 
     async def _with_heartbeats(self, stream: HeldStream, waiting: Awaitable[OpenLease]) -> OpenLease:
         lease = None
@@ -487,6 +517,8 @@ def _ended_by(attempt: Attempt, record: Record) -> ThunderAgentError:
         error = ProgramKilledError(
             f"program {record.turn.program_id!r} was ended by an operator, and its turns aborted"
         )
+    elif attempt.aborted_for == ProgramStaleError.code:
+        error = ProgramStaleError(f"the weights are newer than the bound of program {record.turn.program_id!r} allows")
     elif attempt.aborted_for:
         error = ProgramReleasedError(f"program {record.turn.program_id!r} was released, and its turns aborted")
     tell_with_error(error, record.headers())

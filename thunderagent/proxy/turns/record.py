@@ -68,6 +68,8 @@ class Record:
     """Replicas that answered it 5xx, or began an answer with an error."""
     probe: asyncio.Future[bool] | None = None
     tool = ""
+    salt = ""
+    """What its engine was told to separate its cache by, with the last try; empty if nothing."""
     recording: Any = None
     """Its part of a rollout, a `Recording`; None if nothing is recorded. A Protocol's default is lost when compiled."""
 
@@ -156,11 +158,12 @@ def ask_for(
     now_s: float,
     deadline_s: float | None,
     avoid_replica_id: str | None,
-    home_id: str | None,
+    wanted_id: str | None,
 ) -> TurnAsk:
     """Return all that a scheduler may know of a turn.
 
-    Its client gives up at `deadline_s`. An anonymous turn that names its program runs beside that, at `home_id`.
+    Its client gives up at `deadline_s`. It runs at `wanted_id`, if one is named: an anonymous turn that names its
+    program runs beside that.
     """
     turn = record.turn
     limits = attempt.patience.limits
@@ -185,7 +188,7 @@ def ask_for(
         supersedes_id=attempt.supersedes_id,
         avoid_replica_id=avoid_replica_id,
         pinned_replica_id=record.chosen_id,
-        wanted_replica_id=record.maker_id or home_id,
+        wanted_replica_id=record.maker_id or wanted_id,
         abortable=is_abortable(record.target.engine_path, has_token_prompt=turn.has_token_prompt),
         model=record.model,
         hint=attempt.patience.hint or turn.hint,

@@ -83,7 +83,7 @@ class Recording:
 
     def _weights_of(self, replica_id: str) -> tuple[str, int]:
         known = self._replicas.known.get(replica_id)
-        return ("", 0) if known is None else (known.weight_version, known.weight_changes_count)
+        return ("", 0) if known is None else (known.weight_version, known.weight_number)
 
     # --- the answer
 
@@ -156,6 +156,7 @@ class Recording:
             held_s=round(record.held_s, 4),
             total_s=round(monotonic() - record.arrived_s, 4),
             cached_tokens=cached_tokens,
+            salt=record.salt,
         )
         self._template.generation = record.generation or self._template.generation
         has_answers = _ROLE_MARK in request.body if record.target.spelt in _WITH_MESSAGES else None
