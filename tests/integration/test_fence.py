@@ -73,7 +73,9 @@ class KeepingEngine:
         if not call.left.is_set():
             usage = {"prompt_tokens": len(words), "completion_tokens": 1, "total_tokens": len(words) + 1}
             message = {"role": "assistant", "content": "w0"}
-            await answers({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}], "usage": usage})(call)
+            await answers({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}], "usage": usage})(
+                call
+            )
 
 
 async def ask(proxy: RunningProxy, program_id: str | None, staleness: str = "", **fields: Any) -> Answer:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from secrets import token_bytes
@@ -61,11 +61,11 @@ MOST_LAG_COUNT: Final = 10**9
 
 _SALT: Final = "cache_salt"
 _FIELDS: Final[Mapping[tuple[str, str], str]] = {
-    **{("vllm", path): _SALT for path in (CHAT, COMPLETIONS, RESPONSES, TOKENS, "/v1/messages")},
+    **{("vllm", path): _SALT for path in (CHAT, COMPLETIONS, RESPONSES, TOKENS)},
     **{("sglang", path): _SALT for path in (CHAT, COMPLETIONS, RESPONSES)},
     ("sglang", GENERATE): "extra_key",
 }
-"""The field of a body that separates caches, by engine kind and API. SGLang's messages have none."""
+"""The field of a body that separates caches, by engine kind and API. Messages have none: a turn there gets no salt."""
 
 
 class Staleness(NamedTuple):

@@ -69,6 +69,15 @@ def test_header_says_one_program_s_bound() -> None:
     assert staleness_of("max_lag=0", default) == (0, "abort")
     assert staleness_of("when=continue", default) == (3, "continue")
     assert staleness_of("when=continue", default).most_lag_count is None
-    for wrong in ("", "1", "max_lag=-1", "max_lag=x", "when=now", "max_lag=1, max_lag=2", "lag=1", "max_lag=99999999999"):
+    for wrong in (
+        "",
+        "1",
+        "max_lag=-1",
+        "max_lag=x",
+        "when=now",
+        "max_lag=1, max_lag=2",
+        "lag=1",
+        "max_lag=99999999999",
+    ):
         with pytest.raises(RequestError):
             staleness_of(wrong, default)

@@ -1,0 +1,98 @@
+"""After an update no token that older weights computed is used, by a real vLLM's own counters: it clears nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+import pytest
+
+from benchmarks.engine_kinds import MODEL_NAME
+from tests.real.support import CHAT, COMPLETIONS, chat, completion, metrics, words
+
+if TYPE_CHECKING:
+    from benchmarks.real_engine import RealEngine
+    from tests.real.conftest import RunProxy
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+HITS = "vllm:prefix_cache_hits_total"
+TOKENS_PATH = "/inference/v1/generate"
+UPDATES_COUNT = 5
+
+
+def turns(seed: int) -> dict[str, dict[str, Any]]:
+    """Return a turn of each API, with a prompt of several blocks."""
+    prompt = words(300, seed=seed)
+    return {
+        CHAT: chat(prompt, 2),
+        COMPLETIONS: completion(prompt, 2),
+        TOKENS_PATH: {
+            "model": MODEL_NAME,
+            "token_ids": [50 + seed, *range(60, 360)],
+            "sampling_params": {"max_tokens": 2, "temperature": 0},
+        },
+        "/v1/responses": {"model": MODEL_NAME, "input": prompt, "max_output_tokens": 2, "temperature": 0},
+    }
+
+
+class Asks:
+    """Sends turns through a proxy, and reads what the engine counts."""
+
+    def __init__(self, client: httpx2.AsyncClient, engine: RealEngine) -> None:
+        self._client = client
+        self._engine = engine
+
+    async def hit_tokens(self, path: str, body: dict[str, Any], program_id: str) -> float:
+        """Return how many tokens the engine took from its cache for a turn."""
+        before = (await metrics(self._client, self._engine.url))[HITS]
+        answer = await self._client.post(path, json=body, headers={"X-Program-ID": program_id})
+        assert answer.status_code == 200, answer.text
+        return (await metrics(self._client, self._engine.url))[HITS] - before
+
+    async def update(self) -> None:
+        """Pause with `keep` and go on, as for an update that clears nothing."""
+        for path, body in (
+            ("/weight_sync/begin", {}),
+            ("/pause?mode=keep", None),
+            ("/resume", None),
+            ("/weight_sync/end", {"cache_cleared": False}),
+        ):
+            answer = await self._client.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("path", list(turns(0)))
+async def test_vllm_reuses_nothing_of_older_weights(
+    engines: tuple[RealEngine, RealEngine], run_proxy: RunProxy, path: str
+) -> None:
+    """The first turn after each update hits nothing, the second does; without a fence the first does, too."""
+    for seed, options in ((1, ("--fence", "turn")), (2, ())):
+        async with (
+            run_proxy((engines[0],), *options) as proxy,
+            httpx2.AsyncClient(base_url=proxy.url, timeout=120) as client,
+        ):
+            asks, body = Asks(client, engines[0]), turns(seed + 10 * list(turns(0)).index(path))[path]
+            await asks.hit_tokens(path, body, "a")
+            for number in range(UPDATES_COUNT):
+                assert await asks.hit_tokens(path, body, "a") > 100
+                await asks.update()
+                hit_tokens = await asks.hit_tokens(path, body, f"new-{number}" if number % 2 else "a")
+                assert hit_tokens == 0 if options else hit_tokens > 100
+
+
+async def test_vllm_program_keeps_its_own_and_new_ones_begin_anew(
+    engines: tuple[RealEngine, RealEngine], run_proxy: RunProxy
+) -> None:
+    """With `start`: an old program hits its own cache after an update, a new one hits nothing older."""
+    async with (
+        run_proxy((engines[0],), "--fence", "start") as proxy,
+        httpx2.AsyncClient(base_url=proxy.url, timeout=120) as client,
+    ):
+        asks, body = Asks(client, engines[0]), chat(words(300, seed=99), 2)
+        assert await asks.hit_tokens(CHAT, body, "old") == 0
+        for number in range(UPDATES_COUNT):
+            await asks.update()
+            assert await asks.hit_tokens(CHAT, body, "old") > 100
+            assert await asks.hit_tokens(CHAT, body, f"new-{number}") == 0
+            assert await asks.hit_tokens(CHAT, body, f"beside-{number}") > 100
