@@ -9,6 +9,7 @@ import pytest
 
 from tests.integration.support import (
     CHAT,
+    DEADLINE_S,
     Answer,
     Call,
     FakeReplica,
@@ -16,6 +17,7 @@ from tests.integration.support import (
     answers,
     fake_replica,
     get,
+    metric,
     post,
     running_proxy,
     until,
@@ -180,10 +182,10 @@ async def test_sglang_is_told_by_its_own_field() -> None:
 async def test_record_says_the_salt() -> None:
     """Each turn of a rollout has the one that its engine got."""
     engine = KeepingEngine()
-    async with fake_replica(engine) as replica:
-        async with running_proxy(replica.url, fence="turn", rollouts="ids", **VLLM) as proxy:
-            await ask(proxy, "a")
-            (turn,) = (await get(proxy.url, "/programs/a/trajectory")).json()["turns"]
+    records = {"fence": "turn", "rollouts": "ids", **VLLM}
+    async with fake_replica(engine) as replica, running_proxy(replica.url, **records) as proxy:
+        await ask(proxy, "a")
+        (turn,) = (await get(proxy.url, "/programs/a/trajectory")).json()["turns"]
     assert turn["salt"] == engine.turns[0].salt
 
 
@@ -216,41 +218,51 @@ async def test_bound_is_kept(when: str, statuses: list[int]) -> None:
 
 async def test_header_bounds_one_program() -> None:
     """Whatever the option says; a wrong one is an error."""
-    async with fake_replica(KeepingEngine()) as replica:
-        async with running_proxy(replica.url, fence="start", **VLLM) as proxy:
-            for program_id in ("a", "b"):
-                await ask(proxy, program_id, "max_lag=0, when=finish" if program_id == "a" else "")
-            await update(proxy)
-            assert [(await ask(proxy, each)).status for each in ("a", "b")] == [410, 200]
-            assert (await ask(proxy, "a", "max_lag=1")).status == 200
-            assert (await ask(proxy, "c", "max_lag=-1")).status == 400
+    async with fake_replica(KeepingEngine()) as replica, running_proxy(replica.url, fence="start", **VLLM) as proxy:
+        for program_id in ("a", "b"):
+            await ask(proxy, program_id, "max_lag=0, when=finish" if program_id == "a" else "")
+        await update(proxy)
+        assert [(await ask(proxy, each)).status for each in ("a", "b")] == [410, 200]
+        assert (await ask(proxy, "a", "max_lag=1")).status == 200
+        assert (await ask(proxy, "c", "max_lag=-1")).status == 400
 
 
 async def test_update_aborts_turns_of_a_program_that_becomes_stale() -> None:
     """At their engine, too; programs within their bound go on."""
     engine = KeepingEngine()
-    async with fake_replica(engine) as replica:
-        async with running_proxy(replica.url, fence="start", fence_when_stale="abort", **VLLM) as proxy:
-            for program_id in ("a", "b"):
-                await ask(proxy, program_id, "max_lag=0" if program_id == "a" else "max_lag=1")
-            engine.held = asyncio.Event()
-            stale, within = (asyncio.create_task(ask(proxy, each)) for each in ("a", "b"))
-            await until(lambda: len(engine.turns) == 4)
-            await update(proxy)
-            answer = await stale
-            assert (answer.status, answer.error["code"]) == (410, "program_stale")
-            await until(lambda: sum(call.left.is_set() for call in replica.calls) == 1)
-            engine.held.set()
-            assert (await within).status == 200
+    aborts = {"fence": "start", "fence_when_stale": "abort", **VLLM}
+    async with fake_replica(engine) as replica, running_proxy(replica.url, **aborts) as proxy:
+        for program_id in ("a", "b"):
+            await ask(proxy, program_id, "max_lag=0" if program_id == "a" else "max_lag=1")
+        engine.held = asyncio.Event()
+        stale, within = (asyncio.create_task(ask(proxy, each)) for each in ("a", "b"))
+        await until(lambda: len(engine.turns) == 4)
+        await update(proxy)
+        answer = await stale
+        assert (answer.status, answer.error["code"]) == (410, "program_stale")
+        await until(lambda: any(call.target == CHAT and call.left.is_set() for call in replica.calls))
+        engine.held.set()
+        assert (await within).status == 200
 
 
 async def two_replicas(check: Callable[[RunningProxy, FakeReplica, FakeReplica], Any], **config: Any) -> None:
     """Check something in front of two replicas; the first one has the program `a`."""
-    async with fake_replica(KeepingEngine()) as one, fake_replica(KeepingEngine()) as other:
-        async with running_proxy(one.url, other.url, fence="start", **config, **VLLM) as proxy:
-            home = (await ask(proxy, "a")).header(REPLICA_HEADER)
-            first, second = (one, other) if home == one.replica_id else (other, one)
-            await check(proxy, first, second)
+    async with (
+        fake_replica(KeepingEngine()) as one,
+        fake_replica(KeepingEngine()) as other,
+        running_proxy(one.url, other.url, fence="start", **config, **VLLM) as proxy,
+    ):
+        home = (await ask(proxy, "a")).header(REPLICA_HEADER)
+        first, second = (one, other) if home == one.replica_id else (other, one)
+        await check(proxy, first, second)
+
+
+async def held(proxy: RunningProxy, turn: asyncio.Task[Answer]) -> asyncio.Task[Answer]:
+    """Wait until a turn waits."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not await metric(proxy.url, "held_body_bytes"):
+            assert not turn.done(), turn.result()
+    return turn
 
 
 async def test_program_finishes_on_a_replica_with_old_weights() -> None:
@@ -272,7 +284,7 @@ async def test_program_is_held_until_a_replica_has_weights_of_its_bound() -> Non
     async def check(proxy: RunningProxy, first: FakeReplica, second: FakeReplica) -> None:
         await update(proxy, "1")
         await update(proxy, "2")
-        waiting = asyncio.create_task(ask(proxy, "a"))
+        waiting = await held(proxy, asyncio.create_task(ask(proxy, "a")))
         gives_up = await post(
             proxy.url,
             CHAT,
@@ -292,12 +304,12 @@ async def test_program_is_held_until_a_replica_has_weights_of_its_bound() -> Non
 async def test_release_ends_the_wait() -> None:
     """The turn does not open the program anew."""
 
-    async def check(proxy: RunningProxy, first: FakeReplica, second: FakeReplica) -> None:  # noqa: ARG001 - as others
+    async def check(proxy: RunningProxy, first: FakeReplica, second: FakeReplica) -> None:
         await update(proxy)
-        waiting = asyncio.create_task(ask(proxy, "a"))
-        while (await post(proxy.url, "/programs/release", {"program_id": "a"})).status != 200:
-            pass
-        assert (await waiting).error["code"] in ("program_released", "program_stale")
+        waiting = await held(proxy, asyncio.create_task(ask(proxy, "a")))
+        await post(proxy.url, "/programs/release", {"program_id": "a"})
+        answer = await waiting
+        assert (answer.status, answer.error["code"]) == (410, "program_released")
 
     await two_replicas(check, fence_max_lag_count=0, fence_when_stale="hold")
 
@@ -309,7 +321,7 @@ async def test_program_never_goes_back_to_older_weights() -> None:
         await update(proxy, "1", first)
         assert (await ask(proxy, "a")).header(REPLICA_HEADER) == first.replica_id
         await post(proxy.url, f"/workers/{first.replica_id}/pause?mode=keep")
-        waiting = asyncio.create_task(ask(proxy, "a"))
+        waiting = await held(proxy, asyncio.create_task(ask(proxy, "a")))
         assert (await ask(proxy, "b")).header(REPLICA_HEADER) == second.replica_id
         assert not waiting.done()
         await post(proxy.url, f"/workers/{first.replica_id}/resume")
