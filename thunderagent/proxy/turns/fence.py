@@ -187,15 +187,15 @@ class Fence:
         for decision in decisions:
             if type(decision) is Release:
                 self._programs.pop(decision.program_id, None)
-        self._wake()
+        self._look_again()
 
-    def _wake(self) -> None:
+    def _look_again(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
     def _weights_changed(self, replica_id: str) -> None:
         """Have those look again who wait, and abort the programs there that are over a bound which says so."""
-        self._wake()
+        self._look_again()
         number = self._replicas.known[replica_id].weight_number
         for program_id, fenced in list(self._programs.items()):
             if fenced.staleness.when != "abort" or fenced.replica_id != replica_id:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thunderagent.proxy.reading.json_splice import remove_member, set_include_usage
+from thunderagent.proxy.reading.json_splice import put_value, remove_member, set_include_usage, value_of
 
 SPACES = st.text(" \n\t\r", max_size=3)
 # Keys and texts that look like the key that is searched for: whole, in part, or across a quote.
@@ -207,3 +207,26 @@ def test_a_member_that_stands_there_a_thousand_times_costs_one_pass() -> None:
 def test_every_occurrence_of_a_member_goes_with_its_comma(body: bytes, rest: bytes) -> None:
     """Parsers take the last of them, so all of them must go."""
     assert remove_member(body, ("k",)) == rest
+
+
+@pytest.mark.parametrize(
+    ("body", "given", "after"),
+    [
+        (b"{}", None, b'{"salt":"s"}'),
+        (b"{ }", None, b'{"salt":"s" }'),
+        (b'{"a": 1}', None, b'{"salt":"s","a": 1}'),
+        (b'{"a": {"salt": 2}}', None, b'{"salt":"s","a": {"salt": 2}}'),
+        (b'{"a": 1, "salt": "mine", "b": 2}', b'"mine"', b'{"a": 1, "salt":"s", "b": 2}'),
+        (b'{"salt": ["x", "y"]}', b'["x", "y"]', b'{"salt": "s"}'),
+        (b'{"s\\u0061lt": null}', b"null", b'{"s\\u0061lt": "s"}'),
+    ],
+)
+def test_value_is_read_and_put(body: bytes, given: bytes | None, after: bytes) -> None:
+    """Whether it is there or not, and however its key is spelt."""
+    assert value_of(body, "salt") == given
+    assert put_value(body, "salt", b'"s"') == after
+    assert json.loads(after)["salt"] == "s"
+    if b"salt" not in body:
+        return
+    with pytest.raises(ValueError, match="no end"):
+        put_value(body[:-1] + b" ", "salt", b"1")
