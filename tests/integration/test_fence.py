@@ -182,7 +182,7 @@ async def test_sglang_is_told_by_its_own_field() -> None:
 async def test_record_says_the_salt() -> None:
     """Each turn of a rollout has the one that its engine got."""
     engine = KeepingEngine()
-    records = {"fence": "turn", "rollouts": "ids", **VLLM}
+    records: dict[str, Any] = {"fence": "turn", "rollouts": "ids", **VLLM}
     async with fake_replica(engine) as replica, running_proxy(replica.url, **records) as proxy:
         await ask(proxy, "a")
         (turn,) = (await get(proxy.url, "/programs/a/trajectory")).json()["turns"]
@@ -198,7 +198,7 @@ async def test_record_says_the_salt() -> None:
 async def test_bound_is_kept(when: str, statuses: list[int]) -> None:
     """One update is within it, two are not; several calls within one pause are one update."""
     async with fake_replica(KeepingEngine()) as replica:
-        bound = {"fence": "start", "fence_max_lag_count": 1, "fence_when_stale": when}
+        bound: dict[str, Any] = {"fence": "start", "fence_max_lag_count": 1, "fence_when_stale": when}
         async with running_proxy(replica.url, **bound, **VLLM) as proxy:
             got = []
             for _ in range(3):
@@ -230,7 +230,7 @@ async def test_header_bounds_one_program() -> None:
 async def test_update_aborts_turns_of_a_program_that_becomes_stale() -> None:
     """At their engine, too; programs within their bound go on."""
     engine = KeepingEngine()
-    aborts = {"fence": "start", "fence_when_stale": "abort", **VLLM}
+    aborts: dict[str, Any] = {"fence": "start", "fence_when_stale": "abort", **VLLM}
     async with fake_replica(engine) as replica, running_proxy(replica.url, **aborts) as proxy:
         for program_id in ("a", "b"):
             await ask(proxy, program_id, "max_lag=0" if program_id == "a" else "max_lag=1")

@@ -57,9 +57,9 @@ def test_program_that_no_replica_may_go_on_with_waits_or_ends() -> None:
     assert places(NUMBERS, 4, 4, "hold") == []
     for when in ("finish", "abort"):
         with pytest.raises(ProgramStaleError) as caught:
-            places(NUMBERS, 4, 4, when)  # type: ignore[arg-type]
+            places(NUMBERS, 4, 4, when)
         assert (caught.value.status, caught.value.turn_verdict) == (410, "aborted_by_trainer")
-        assert places({}, 4, 4, when) is None  # type: ignore[arg-type]
+        assert places({}, 4, 4, when) is None
 
 
 def test_header_says_one_program_s_bound() -> None:
