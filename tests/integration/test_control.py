@@ -1021,13 +1021,14 @@ async def test_a_held_stream_is_aborted_as_a_stream() -> None:
 
 
 async def test_the_facade_lists_urls_of_ours() -> None:
-    """The list has the shape of SGLang's gateway."""
+    """The lists have the shapes of SGLang's gateway and of slime's router."""
     async with replicas_behind() as (proxy, replicas):
         listed = (await get(proxy.url, "/workers")).json()
         assert [each["id"] for each in listed["workers"]] == [id_of(replica) for replica in replicas]
         urls = [f"{proxy.url}/workers/{id_of(replica)}" for replica in replicas]
         assert [each["url"] for each in listed["workers"]] == urls
         assert (listed["total"], listed["stats"]["healthy_workers"]) == (2, 2)
+        assert (await get(proxy.url, "/list_workers")).json() == {"urls": urls}
 
 
 async def test_the_facade_passes_everything_on() -> None:

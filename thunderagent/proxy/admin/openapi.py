@@ -262,7 +262,7 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("POST", "/weight_sync/end", (WeightSyncEndedReport,), body=(WeightSyncRequest,)),
 )
 
-UNDESCRIBED = ("/dashboard", "/workers", "/add_worker", "/remove_worker")
+UNDESCRIBED = ("/dashboard", "/workers", "/list_workers", "/add_worker", "/remove_worker")
 """Path prefixes of pages for people, or of routes that other gateways describe."""
 
 _NAMED_PART = re.compile(r"\{(\w+):[^{}]*(?:\{[^{}]*\}[^{}]*)*\}")

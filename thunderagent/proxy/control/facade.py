@@ -1,9 +1,9 @@
 """The facade: each replica has a URL here, so that what a trainer tells one engine passes through us.
 
-Trainers ask a gateway for its engines (`GET /workers`) and then talk to each. The URLs that they get are ours. A
-control call here has the same effect as one to all replicas, but on this one. A turn is an anonymous turn on that
-replica, whatever program it names. `/v1/loads` counts held turns, too. Everything else is forwarded unchanged,
-including what is never sent to all replicas.
+Trainers ask a gateway for its engines (`GET /workers`, or `GET /list_workers` as slime's own router has it) and then
+talk to each. The URLs that they get are ours. A control call here has the same effect as one to all replicas, but on
+this one. A turn is an anonymous turn on that replica, whatever program it names. `/v1/loads` counts held turns, too.
+Everything else is forwarded unchanged, including what is never sent to all replicas.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ class Facade:
         """Return the routes of the facade."""
         return [
             web.get("/workers", self.list_replicas),
+            web.get("/list_workers", self.list_urls),
             web.route("*", "/workers/{path:[^/]+/.+}", self.pass_on),
             web.get("/v1/loads", self.loads),
         ]
@@ -88,6 +89,10 @@ class Facade:
             "by_type": {"regular": len(described), "prefill": 0, "decode": 0},
         }
         return web.json_response({"workers": described, "total": len(described), "stats": stats})
+
+    async def list_urls(self, request: web.Request) -> web.Response:
+        """List the replicas as slime's own router does, which slime asks before it ends turns."""
+        return web.json_response({"urls": [self._url(request, replica_id) for replica_id in self._replicas.known]})
 
     async def pass_on(self, request: web.Request) -> web.StreamResponse:
         """Forward a request to the replica that it names."""
@@ -119,11 +124,14 @@ class Facade:
         _add(reply.value.get("aggregate"), held_count, "total_waiting_reqs", "total_reqs")
         return web.json_response(reply.value)
 
+    def _url(self, request: web.Request, replica_id: str) -> str:
+        return f"{request.scheme}://{request.host}/workers/{quote(replica_id, safe=':')}"
+
     def _described(self, request: web.Request, replica_id: str) -> dict[str, Any]:
         known = self._replicas.known[replica_id]
         return {
             "id": replica_id,
-            "url": f"{request.scheme}://{request.host}/workers/{quote(replica_id, safe=':')}",
+            "url": self._url(request, replica_id),
             "model_id": "unknown",
             "priority": 50,
             "cost": 1.0,
