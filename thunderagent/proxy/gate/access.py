@@ -138,6 +138,7 @@ _ROWS: tuple[tuple[Access, str, str] | tuple[Access, str, str, int], ...] = (
     (ADMIN, "*", "/workers**"),
     (ADMIN, "*", "/add_worker"),
     (ADMIN, "*", "/remove_worker"),
+    (ADMIN, "*", "/list_workers"),
     # What an engine does for a program.
     (ENGINE, "*", "/v1/chat/completions**"),
     (ENGINE, "*", "/v1/completions**"),
