@@ -28,6 +28,8 @@ settings.register_profile(
 )
 settings.load_profile("any_machine")
 
+os.environ.pop("COLUMNS", None)  # what is printed must not depend on the terminal of whoever started this
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background: tests of Ctrl-C would hang
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -496,7 +496,9 @@ class FakeReplica:
             if call.method == "POST" and self.plugin is not None:
                 self.plugin_ops += call.json()["ops"]
             said = json.dumps(self.plugin).encode()
-            call.write(_whole_answer(said, status="404 Not Found" if self.plugin is None else "200 OK"))
+            fields = [JSON_TYPE, ("connection", call.header("Connection") or "keep-alive")]
+            status = "404 Not Found" if self.plugin is None else "200 OK"
+            call.write(_whole_answer(said, status=status, headers=fields))
         elif call.target == "/v1/models" and call.header("User-Agent") == "thunderagent":
             said = json.dumps({"data": [{"id": name} for name in self.models or ()]}).encode()
             call.write(_whole_answer(said, status="404 Not Found" if self.models is None else "200 OK"))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from thunderagent.backends.base import NOTHING_READ, ReplicaReading
+from thunderagent.backends.base import NOTHING_READ, NamedTurn, ReplicaReading
 from thunderagent.backends.sglang import SglangBackend
 from thunderagent.backends.sglang_notices import SglangNotices
 
@@ -226,7 +226,7 @@ def test_one_request_gets_an_id_of_ours_at_its_front(path: str, body: str) -> No
 def test_what_has_an_id_or_may_be_several_is_left_as_it_is(path: str, body: str) -> None:
     """Older versions refuse one id for several prompts; a client's own id stays."""
     named = SglangNotices().name_turn(path, body.encode(), "p", tags_programs=False)
-    assert named == (body.encode(), "", False)
+    assert named == NamedTurn(body.encode())
 
 
 def test_programs_are_tagged_only_if_that_is_wished_for() -> None:

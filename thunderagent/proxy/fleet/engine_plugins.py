@@ -285,6 +285,8 @@ class EnginePlugins:
         before = engine.reports
         headers = CIMultiDict({"User-Agent": "thunderagent"})
         body = None
+        if not before:  # most engines have none, and their first turns do without a connection that waited
+            headers["Connection"] = "close"
         if ops:
             headers["Content-Type"] = "application/json"
             body = msgspec.json.encode({"protocol": PROTOCOL, "ops": ops})
