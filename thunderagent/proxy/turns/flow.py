@@ -67,7 +67,7 @@ from thunderagent.proxy.turns.retry_budget import DEFAULT_RETRIES, RetryBudget, 
 from thunderagent.proxy.watch.turn_metrics import TurnMetrics
 from thunderagent.proxy.wire.exchange import Exchange, done
 from thunderagent.proxy.wire.headers import identity_headers, tell_with_error
-from thunderagent.proxy.wire.http11.answers import Answer
+from thunderagent.proxy.wire.http11.client import Answer
 from thunderagent.proxy.wire.request_id import REQUEST_ID, take_named_request_id
 from thunderagent.proxy.wire.websockets import Websockets
 

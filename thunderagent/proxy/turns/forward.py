@@ -48,7 +48,7 @@ from thunderagent.proxy.turns.side_calls import look_at
 from thunderagent.proxy.watch.turn_metrics import TurnMetrics
 from thunderagent.proxy.wire.exchange import Exchange
 from thunderagent.proxy.wire.headers import forwarded_request_headers
-from thunderagent.proxy.wire.http11.answers import Answer
+from thunderagent.proxy.wire.http11.client import Answer
 from thunderagent.proxy.wire.http11.heads import CONTENT_ENCODING, CONTENT_LENGTH
 from thunderagent.proxy.wire.request_id import REQUEST_ID
 

@@ -31,7 +31,7 @@ from thunderagent.proxy.turns.record import Record
 from thunderagent.proxy.watch.turn_metrics import TurnMetrics
 from thunderagent.proxy.wire.exchange import OTHERS_FIRST, Channel, Exchange, Wait, done
 from thunderagent.proxy.wire.headers import forwarded_response_headers, lead_back
-from thunderagent.proxy.wire.http11.answers import Answer
+from thunderagent.proxy.wire.http11.client import Answer
 from thunderagent.proxy.wire.http11.heads import CHANGES_PROTOCOL, CONTENT_ENCODING
 from thunderagent.proxy.wire.websockets import Counted, Websockets
 
