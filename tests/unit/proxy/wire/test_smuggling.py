@@ -28,7 +28,7 @@ from thunderagent.errors import RequestError
 from thunderagent.proxy.gate.browsers import comes_from_a_browser
 from thunderagent.proxy.reading.header_words import heard_in
 from thunderagent.proxy.routing import front_of
-from thunderagent.proxy.turns.patience import patience_of
+from thunderagent.proxy.turns.record import patience_of
 from thunderagent.proxy.wire.aiohttp_server import Server, all_lent
 from thunderagent.proxy.wire.failures import NotHttpError
 from thunderagent.proxy.wire.headers import forwarded_request_headers, forwarded_response_headers
