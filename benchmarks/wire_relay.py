@@ -10,13 +10,11 @@ from functools import partial
 import uvloop
 from multidict import CIMultiDict
 
-from thunderagent.proxy.wire.http11.asked import Asked
+from thunderagent.proxy.wire.http11.client import Pool
 from thunderagent.proxy.wire.http11.heads import RequestHead
 from thunderagent.proxy.wire.http11.lent import Borrower
 from thunderagent.proxy.wire.http11.limits import Limits, Pause, Sweep
-from thunderagent.proxy.wire.http11.line import Handler, Settings
-from thunderagent.proxy.wire.http11.pool import Pool
-from thunderagent.proxy.wire.http11.server import Connection
+from thunderagent.proxy.wire.http11.server import Asked, Connection, Handler, Settings
 from thunderagent.serving.process import keep_freed_memory
 
 LIMITS = Limits(connect_s=5.0, silence_s=3600.0)

@@ -36,8 +36,8 @@ from tests.loopback import on_loopback
 from thunderagent.errors import NoReplicaError
 from thunderagent.proxy.reading.dialects import dialect_of
 from thunderagent.proxy.reading.target import Target
-from thunderagent.proxy.turns.attempts import LEAST_OBSERVED_S
 from thunderagent.proxy.turns.heartbeat import HeldStream
+from thunderagent.proxy.turns.record import LEAST_OBSERVED_S
 from thunderagent.proxy.wire.aiohttp_exchange import AiohttpExchange
 
 if TYPE_CHECKING:

@@ -74,7 +74,10 @@ class OpenLease:
         tool: str = "",
     ) -> None:
         """End it: the answer is complete, with this usage as far as the engine reported it, and calls this tool."""
-        self._end("finished", prompt_tokens, output_tokens, cached_tokens, tool)
+        if not self._ended:
+            self._ended, of = True, self.granted
+            usage = prompt_tokens, output_tokens, cached_tokens
+            self._keeper.ended(TurnEnd(of.turn_id, of.program_id, of.generation, "finished", *usage, tool))
 
     def failed(self, cause: str = "") -> None:
         """End it: the replica failed the turn, for that cause."""
@@ -95,31 +98,12 @@ class OpenLease:
     def _end(
         self,
         outcome: Outcome,
-        prompt_tokens: int | None = None,
-        output_tokens: int | None = None,
-        cached_tokens: int | None = None,
-        tool: str = "",
         *,
         is_error: bool = False,
         verdict: str = "",
         cause: str = "",
     ) -> None:
-        if self._ended:
-            return
-        self._ended = True
-        of = self.granted
-        self._keeper.ended(
-            TurnEnd(
-                of.turn_id,
-                of.program_id,
-                of.generation,
-                outcome,
-                prompt_tokens,
-                output_tokens,
-                cached_tokens,
-                tool,
-                is_error,
-                verdict,
-                cause,
-            )
-        )
+        if not self._ended:
+            self._ended, of = True, self.granted
+            about = of.turn_id, of.program_id, of.generation
+            self._keeper.ended(TurnEnd(*about, outcome, is_error=is_error, verdict=verdict, cause=cause))

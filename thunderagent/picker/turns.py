@@ -45,10 +45,7 @@ from thunderagent.proxy.reading.dialects import TURN_DIALECTS
 from thunderagent.proxy.reading.identity import IdentityRules
 from thunderagent.proxy.reading.outline import LARGE_BODY_BYTES
 from thunderagent.proxy.reading.target import Target
-from thunderagent.proxy.turns.arrival import read_request
-from thunderagent.proxy.turns.attempts import Attempt, Attempts
-from thunderagent.proxy.turns.patience import patience_of
-from thunderagent.proxy.turns.record import Record, ask_for
+from thunderagent.proxy.turns.record import Attempts, Record, ask_for, patience_of, read_turn
 from thunderagent.proxy.wire.errors import answer_of
 from thunderagent.proxy.wire.request_id import REQUEST_ID, take_request_id
 
@@ -126,16 +123,19 @@ class Picker:
             body, has_trailers = await self._body(stream, first, headers, kept)
             if body is not None:
                 record = await self._read(method, target, headers, body, arrived_s)
-                await self._attempt(stream, first, headers, record, kept, has_trailers=has_trailers)
+                await self._attempt(stream, first, record, kept, has_trailers=has_trailers)
         finally:
             kept.release()
 
     async def _read(
         self, method: str, target: Target, headers: CIMultiDictProxy[str], body: bytes, arrived_s: float
     ) -> Record:
-        read = partial(read_request, target, headers, body, self._rules, None)
+        read = partial(read_turn, target, headers, body, self._rules, None)
         turn, _ = read() if len(body) <= LARGE_BODY_BYTES else await asyncio.to_thread(read)
-        record = Record(turn, method, target, TURN_DIALECTS[target.spelt], arrived_s, body)
+        patience = patience_of(headers, self._settings.patience_s)
+        since_s, turn_id, dialect = self._leases.now_s(), self._leases.new_turn_id(), TURN_DIALECTS[target.spelt]
+        task = asyncio.current_task()
+        record = Record(turn, patience, method, target, dialect, body, arrived_s, since_s, turn_id, task)
         if self._leases.replicas.names_models:
             record.model = model_named(turn.model, turn.body)
         if turn.previous_response_id:
@@ -146,32 +146,28 @@ class Picker:
         self,
         stream: Stream,
         first: Any,
-        headers: CIMultiDictProxy[str],
         record: Record,
         kept: KeptBody,
         *,
         has_trailers: bool,
     ) -> None:
         leases, held, turn = self._leases, self._around.held, record.turn
-        patience = patience_of(headers, self._settings.patience_s)
-        now_s, task = leases.now_s(), asyncio.current_task()
-        attempt = Attempt(turn, record.target.sent, patience, now_s, task, leases.new_turn_id())
-        self._attempts.begin(attempt, now_s)
+        self._attempts.begin(record, record.since_s)
         running = None
         try:
             running = held.runs(record.held_bytes)
-            await self._run(stream, first, record, attempt, kept, has_trailers=has_trailers)
+            await self._run(stream, first, record, kept, has_trailers=has_trailers)
         except ThunderAgentError as error:
             record.status, record.outcome = error.status, "rejected"
             error.answer_headers = {**error.answer_headers, **record.headers()}
             raise
         except asyncio.CancelledError:
-            record.outcome = "superseded" if attempt.superseded else record.outcome
+            record.outcome = "superseded" if record.superseded else record.outcome
             raise
         finally:
             if running is not None:
                 held.ran(running, record.held_bytes)
-            self._attempts.end(attempt, leases.now_s(), answered=record.outcome == "finished")
+            self._attempts.end(record, leases.now_s(), answered=record.outcome == "finished")
             self._write(record.line(monotonic() - record.arrived_s, REQUEST_ID.get()))
             if record.outcome == "finished" and turn.is_final and turn.program_id is not None:
                 leases.release(turn.program_id, record.generation, turn.outcome)
@@ -206,16 +202,15 @@ class Picker:
         stream: Stream,
         first: Any,
         record: Record,
-        attempt: Attempt,
         kept: KeptBody,
         *,
         has_trailers: bool,
     ) -> None:
         leases, addresses, turn, allowed = self._leases, self._around.addresses, record.turn, _allowed(first)
-        patience_s = attempt.patience.patience_s
-        deadline_s = None if patience_s is None else attempt.since_s + patience_s
+        patience_s = record.patience.patience_s
+        deadline_s = None if patience_s is None else record.since_s + patience_s
         home_id = leases.home_of(turn.told_id, record.model) if turn.told_id else None
-        ask = ask_for(record, attempt, leases.now_s(), deadline_s, None, home_id)
+        ask = ask_for(record, leases.now_s(), deadline_s, None, home_id)
         asked_s = monotonic()
         try:
             lease = await self._lease(stream, ask, kept, record.held_bytes)

@@ -36,8 +36,8 @@ from thunderagent.proxy.wire.aiohttp_exchange import AiohttpExchange
 from thunderagent.proxy.wire.aiohttp_request import target_of, told_path
 from thunderagent.proxy.wire.exchange import Exchange
 from thunderagent.proxy.wire.front import Front, Trace, Way
-from thunderagent.proxy.wire.http11.asked import Asked
 from thunderagent.proxy.wire.http11.heads import RequestHead
+from thunderagent.proxy.wire.http11.server import Asked
 
 ENGINES_HEADER = "X-ThunderAgent-Engines"
 """Set on every answer of a proxy with simulated engines."""

@@ -21,7 +21,7 @@ from thunderagent.proxy.judge import Judge, JudgeSettings, ReplicaAsker, open_ur
 from thunderagent.proxy.reading.identity import IdentityRules
 from thunderagent.proxy.turns.fence import FenceSettings, Staleness
 from thunderagent.proxy.turns.flow import TurnSettings
-from thunderagent.proxy.turns.retry_budget import RetrySettings
+from thunderagent.proxy.turns.forward import RetrySettings
 from thunderagent.proxy.watch.rollouts import RolloutSettings
 from thunderagent.runtime import Runtime, RuntimeSettings
 from thunderagent.runtime.event_log import EventLogWriter

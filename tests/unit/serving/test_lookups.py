@@ -15,8 +15,8 @@ import uvloop
 from multidict import CIMultiDict
 
 from thunderagent.proxy.wire.failures import UnreachedError
+from thunderagent.proxy.wire.http11.client import Pool
 from thunderagent.proxy.wire.http11.limits import Limits, Pause, Sweep
-from thunderagent.proxy.wire.http11.pool import Pool
 from thunderagent.serving.lookups import Lookups, Loop, _host_and_port
 
 KEY = ("name", 80, 0, 0, 0, 0)

@@ -38,9 +38,8 @@ from thunderagent.proxy.wire.failures import (
     TotalError,
     UnreachedError,
 )
-from thunderagent.proxy.wire.http11.answers import Answer
+from thunderagent.proxy.wire.http11.client import Answer, Pool
 from thunderagent.proxy.wire.http11.limits import Limits, Pause, Sweep
-from thunderagent.proxy.wire.http11.pool import Pool
 
 Found = TypeVar("Found")
 

@@ -180,6 +180,8 @@ class Replicas:
         """Start with `endpoints`, none of them up yet."""
         self.breakers = Breakers(runtime, breaker_settings or BreakerSettings())
         self._runtime = runtime
+        self.map: ReplicaMap = runtime.replicas
+        """The replicas, as last pushed."""
         self.on_ranks_found: Callable[[str, int], None] = lambda url, ranks_count: None  # noqa: ARG005
         self.on_removed: list[Callable[[str], None]] = []
         """Called with the id of each removed replica."""
@@ -204,11 +206,6 @@ class Replicas:
             replicas_of=self._tagged.replicas_of,
         )
         runtime.observe(self._tagged.heard, Release)
-
-    @property
-    def map(self) -> ReplicaMap:
-        """Return the replicas, as last pushed."""
-        return self._runtime.replicas
 
     def __repr__(self) -> str:
         return f"<Replicas {', '.join(self.known)}>"

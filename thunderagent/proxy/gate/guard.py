@@ -43,7 +43,7 @@ from thunderagent.proxy.gate.login import Logins, has_login
 from thunderagent.proxy.gate.rate_limit import RateLimits
 from thunderagent.proxy.gate.unpacking import unpacked, ways_of
 from thunderagent.proxy.wire.aiohttp_request import KEPT_BODY, target_of
-from thunderagent.proxy.wire.http11.asked import CONTINUE, Asked
+from thunderagent.proxy.wire.http11.server import CONTINUE, Asked
 from thunderagent.proxy.wire.request_id import REQUEST_ID, take_request_id
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

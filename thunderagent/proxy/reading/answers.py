@@ -21,7 +21,7 @@ from thunderagent.proxy.reading.dialects.base import NO_USAGE, Completion, Diale
 from thunderagent.proxy.reading.dialects.openai import ChoicesReader
 from thunderagent.proxy.reading.dialects.structs import Calls
 from thunderagent.proxy.reading.dialects.tool_calls import key_of, may_call
-from thunderagent.proxy.reading.json_cost import is_cheap, is_readable
+from thunderagent.proxy.reading.json_cost import MIN_LISTED_COUNT, is_cheap, is_readable
 from thunderagent.proxy.reading.sse import UNREADABLE, data_of, end_of_last_event, events_in
 
 MAX_EVENT_BYTES: Final = 16 * 2**20
@@ -62,7 +62,7 @@ def read_answer(dialect: Dialect, body: bytes, content_encoding: str | None, kee
     Cost: one decoding that builds only these, after a few searches for a possible call.
     """
     plain = body if content_encoding is None else decoded(body, content_encoding)
-    if not plain or not is_readable(plain):
+    if not plain or (len(plain) > MIN_LISTED_COUNT and not is_readable(plain)):
         return NO_USAGE, ""
     calls = may_call(plain)
     if calls:

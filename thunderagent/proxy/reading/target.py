@@ -72,15 +72,16 @@ class Target:
     """The parts of `engine_path`, in the widest reading of an engine."""
     spelt: str
     """The engine's part, spelt as in the tables."""
-
-    @property
-    def sent(self) -> str:
-        """The path and query that an engine gets."""
-        return self.engine_path + self.query
+    sent: str
+    """The path and query that an engine gets."""
 
     def plainly(self) -> Target:
         """Return the target as the tables spell it: what was judged is what is sent."""
-        return self if self.engine_path == self.spelt else replace(self, engine_path=self.spelt)
+        return (
+            self
+            if self.engine_path == self.spelt
+            else replace(self, engine_path=self.spelt, sent=self.spelt + self.query)
+        )
 
     @property
     def climbs(self) -> bool:
@@ -134,7 +135,8 @@ def _parse(raw: str) -> Target:
     engine_path = _SLASHES.sub("/", engine_path)
     parts = _SEPARATORS.split(unquote(engine_path).lower())
     words = tuple(word for part in parts if (word := part.partition(";")[0]))
-    return Target(path, mark + query, program_id, prefix, engine_path, words, "/" + "/".join(words))
+    query = mark + query
+    return Target(path, query, program_id, prefix, engine_path, words, "/" + "/".join(words), engine_path + query)
 
 
 _parsed = lru_cache(maxsize=CACHED_COUNT)(_parse)

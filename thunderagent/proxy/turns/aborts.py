@@ -31,6 +31,12 @@ SKYRL_PATH = "/skyrl/v1/generate"
 COMPLETIONS_PATH = "/v1/completions"
 CHAT_PATH = "/v1/chat/completions"
 
+ABORTABLE_PATHS = frozenset({SGLANG_PATH, VLLM_PATH, SKYRL_PATH})
+"""Where a turn may be aborted while it is held; elsewhere one may that has token ids as its prompt.
+
+Turns with text stay held, because their clients do not know aborts.
+"""
+
 MOST_CHOICES_COUNT = 2**16
 """Of an answer: no engine makes more for one request, and its client could ask for any number."""
 
@@ -70,14 +76,6 @@ class AbortAnswer(NamedTuple):
 
     content_type: str
     body: bytes
-
-
-def is_abortable(path: str, *, has_token_prompt: bool) -> bool:
-    """Return whether a turn may be aborted while it is held.
-
-    Turns with token ids may; those with text stay held, because their clients do not know aborts.
-    """
-    return path in (SGLANG_PATH, VLLM_PATH, SKYRL_PATH) or (path == COMPLETIONS_PATH and has_token_prompt)
 
 
 def abort_answer(path: str, body: bytes) -> AbortAnswer | None:

@@ -7,9 +7,9 @@ client disconnects - ends the lease. `upstream.close()` in a `finally` ends the 
 stop generating when their client is gone. So the four moments in which a client can leave (held, before the first byte,
 in a stream, in a whole answer) need no code of their own. One that leaves with a stream's last event has its answer.
 
-`arrival.py` reads the request; `forward.py` sends it to a replica, and decides on another; `relay.py` returns the
-answer. A client's stated patience (`patience.py`) becomes the turn's deadline. A retry replaces its earlier attempt
-(`attempts.py`), which is cancelled like one whose client left. If the operator wants that, a held stream may send
+`record.py` reads the request, and has all that is known of the turn; `forward.py` sends it to a replica, and decides on
+another; `relay.py` returns the answer. A client's stated patience becomes the turn's deadline. A retry replaces its
+earlier attempt, which is cancelled like one whose client left. If the operator wants that, a held stream may send
 heartbeats (`heartbeat.py`). The program may be inferred (`reading/inference.py`): in a bucket, or if the operator wants
 that.
 """
@@ -55,19 +55,15 @@ from thunderagent.proxy.reading.identity import NO_RULES, IdentityRules, TurnReq
 from thunderagent.proxy.reading.inference import Inference, Prompt
 from thunderagent.proxy.reading.outline import LARGE_BODY_BYTES, read_aside
 from thunderagent.proxy.turns.aborts import abort_answer
-from thunderagent.proxy.turns.arrival import read_turn
-from thunderagent.proxy.turns.attempts import Attempt, Attempts, told_key
 from thunderagent.proxy.turns.fence import STALENESS_HEADER, Fence
-from thunderagent.proxy.turns.forward import Forwarding
+from thunderagent.proxy.turns.forward import DEFAULT_RETRIES, Forwarding, RetryBudget, RetrySettings
 from thunderagent.proxy.turns.heartbeat import HeldStream
-from thunderagent.proxy.turns.patience import RETRY_HEADER, patience_of
-from thunderagent.proxy.turns.record import Record, ask_for
+from thunderagent.proxy.turns.record import RETRY_HEADER, Attempts, Record, ask_for, patience_of, read_turn, told_key
 from thunderagent.proxy.turns.relay import Relay
-from thunderagent.proxy.turns.retry_budget import DEFAULT_RETRIES, RetryBudget, RetrySettings
 from thunderagent.proxy.watch.turn_metrics import TurnMetrics
 from thunderagent.proxy.wire.exchange import Exchange, done
 from thunderagent.proxy.wire.headers import identity_headers, tell_with_error
-from thunderagent.proxy.wire.http11.answers import Answer
+from thunderagent.proxy.wire.http11.client import Answer
 from thunderagent.proxy.wire.request_id import REQUEST_ID, take_named_request_id
 from thunderagent.proxy.wire.websockets import Websockets
 
@@ -171,27 +167,22 @@ class Turns:
         A body that is not a JSON object is forwarded unchanged. Raises `ThunderAgentError` if there is no answer, and
         none was begun.
         """
-        arrived_s, target = monotonic(), exchange.target
-        tenancy = self._tenancy if self._tenancy.applies else None
-        what, is_small = (exchange, self._settings.identity, tenancy, chosen_id), len(exchange.body) <= LARGE_BODY_BYTES
-        turn, prompt = read_turn(*what) if is_small else await asyncio.to_thread(read_turn, *what)
-        turn = self._of_program(exchange, turn, prompt, tenancy)
-        dialect = TURN_DIALECTS.get(target.spelt) or dialect_of(target.spelt)
-        record = Record(turn, exchange.method, target, dialect, arrived_s, exchange.body, prompt, chosen_id)
-        record.tenancy = tenancy
+        arrived_s, tenancy = monotonic(), self._tenancy if self._tenancy.applies else None
+        body = exchange.body
+        what = exchange.target, exchange.headers, body, self._settings.identity, tenancy, exchange.notes, chosen_id
+        turn, prompt = read_turn(*what) if len(body) <= LARGE_BODY_BYTES else await asyncio.to_thread(read_turn, *what)
+        if prompt is not None or tenancy is not None or self._sandboxes is not None:
+            turn = self._of_program(exchange, turn, prompt, tenancy)
+        record = self._record(exchange, turn, tenancy, arrived_s, prompt, chosen_id)
         del prompt  # as large as the body, and no longer needed
-        if self._leases.replicas.names_models:
-            record.model = model_named(turn.model, turn.body)
-        if turn.previous_response_id:
-            record.maker_id = self._made.maker(turn.previous_response_id, None if tenancy is None else tenancy.own)
-        attempt = self._attempt(exchange, record)
-        if self._record_turn is not None and turn.program_id is not None:
-            record.recording = self._record_turn(record)
-        self._begin(record, attempt)
+        self._budget.turn_came(record.since_s)
+        self._attempts.begin(record, record.since_s)
+        if record.prompt_key is not None and self._inference is not None:
+            self._inference.began(record.prompt_key, turn.program_id or "")
         running, run = None, self._run if tenancy is None else self._run_named
         try:
             running = self._held.runs(record.held_bytes)
-            await run(exchange, record, attempt)
+            await run(exchange, record)
         except ThunderAgentError as error:
             if isinstance(error, TurnAbortedError) and await self._say_aborted(exchange, record):
                 return
@@ -203,14 +194,14 @@ class Turns:
                 raise error  # noqa: TRY201 - bare, it would end a compiled process after a wait
             await record.held_stream.fail(error)
         except asyncio.CancelledError as error:
-            if not attempt.superseded:
+            if not record.superseded:
                 raise error  # noqa: TRY201 - as above
-            if not await self._end_revoked(exchange, record, attempt):
+            if not await self._end_revoked(exchange, record):
                 raise error  # noqa: TRY201 - its answer has begun, or its client left as well
         finally:
             if running is not None:
                 self._held.ran(running, record.held_bytes)
-            self._end(record, attempt)
+            self._end(record)
 
     # --- what a turn is ----------------------------------------------------------------------------------------------
 
@@ -233,8 +224,17 @@ class Turns:
     def _is_taken(self, program_id: str) -> bool:
         return self._leases.tenant_of(program_id) is not None
 
-    def _attempt(self, exchange: Exchange, record: Record) -> Attempt:
-        turn, target = record.turn, record.target
+    def _record(
+        self,
+        exchange: Exchange,
+        turn: TurnRequest,
+        tenancy: Tenancy | None,
+        arrived_s: float,
+        prompt: Prompt | None,
+        chosen_id: str | None,
+    ) -> Record:
+        """Return all that is known of a turn. Raises `RequestError` for a header of ours that is invalid."""
+        target = exchange.target
         try:
             patience = patience_of(exchange.headers, self._settings.patience_s, exchange.notes)
         except RequestError as error:
@@ -243,26 +243,39 @@ class Turns:
         if turn.engine_request_id:
             take_named_request_id(turn.engine_request_id, exchange.headers)
         self._loop = self._loop or asyncio.get_running_loop()
-        task = asyncio.current_task(self._loop)
-        path = target.sent if record.chosen_id is None else target.prefix + target.sent
-        return Attempt(turn, path, patience, self._leases.now_s(), task, self._leases.new_turn_id())
-
-    def _begin(self, record: Record, attempt: Attempt) -> None:
-        """Note that a turn is in flight."""
-        self._budget.turn_came(attempt.since_s)
-        self._attempts.begin(attempt, attempt.since_s)
-        if record.prompt_key is not None and self._inference is not None:
-            self._inference.began(record.prompt_key, record.turn.program_id or "")
+        leases = self._leases
+        record = Record(
+            turn,
+            patience,
+            exchange.method,
+            target,
+            TURN_DIALECTS.get(target.spelt) or dialect_of(target.spelt),
+            exchange.body,
+            arrived_s,
+            leases.now_s(),
+            leases.new_turn_id(),
+            asyncio.current_task(self._loop),
+            prompt,
+            chosen_id,
+        )
+        record.tenancy = tenancy
+        if leases.replicas.names_models:
+            record.model = model_named(turn.model, turn.body)
+        if turn.previous_response_id:
+            record.maker_id = self._made.maker(turn.previous_response_id, None if tenancy is None else tenancy.own)
+        if self._record_turn is not None and turn.program_id is not None:
+            record.recording = self._record_turn(record)
+        return record
 
     # --- its way -----------------------------------------------------------------------------------------------------
 
-    async def _run_named(self, exchange: Exchange, record: Record, attempt: Attempt) -> None:
+    async def _run_named(self, exchange: Exchange, record: Record) -> None:
         """Run a turn, and count the program that it names meanwhile, which may not live: a websocket opens none."""
         assert record.tenancy is not None
         with record.tenancy.naming(record.turn.program_id or record.turn.told_id):
-            await self._run(exchange, record, attempt)
+            await self._run(exchange, record)
 
-    async def _run(self, exchange: Exchange, record: Record, attempt: Attempt) -> None:
+    async def _run(self, exchange: Exchange, record: Record) -> None:
         """Take a lease, forward, relay; before the first byte of an answer, try another replica if one fails."""
         forwarding, avoid_replica_id = self._forwarding, None
         headers = forwarding.headers_of(exchange, record)
@@ -270,24 +283,24 @@ class Turns:
             record.tenancy.mend(headers)
         if self._settings.heartbeat_s is not None:
             self._may_beat(exchange, record, self._settings.heartbeat_s)
-        deadline_s, failed_s = self._deadline_s(record, attempt), 0.0
+        deadline_s, failed_s = self._deadline_s(record), 0.0
         give_up_s = deadline_s if deadline_s is not None else self._leases.now_s() + self._settings.no_replica_limit_s
         while True:
             asked_s = monotonic()
             try:
-                lease = await self._ask_for_lease(exchange, record, attempt, deadline_s, avoid_replica_id)
+                lease = await self._ask_for_lease(exchange, record, deadline_s, avoid_replica_id)
             except BaseException:
                 record.held_s += monotonic() - asked_s
                 raise
             with lease:
-                self._note_grant(record, attempt, lease.granted)
+                self._note_grant(record, lease.granted)
                 if exchange.kept is not None:
                     exchange.kept.release()  # the scheduler limits how many run
                 granted_s = monotonic()
                 self._metrics.turn_granted(
                     lease.granted.held_s, granted_s - record.arrived_s - record.held_s - failed_s
                 )
-                avoid_replica_id = await self._run_once(exchange, record, attempt, lease, headers, give_up_s)
+                avoid_replica_id = await self._run_once(exchange, record, lease, headers, give_up_s)
                 if avoid_replica_id is None:
                     return
                 failed_s += monotonic() - granted_s
@@ -296,7 +309,6 @@ class Turns:
         self,
         exchange: Exchange,
         record: Record,
-        attempt: Attempt,
         lease: OpenLease,
         headers: CIMultiDict[str],
         give_up_s: float,
@@ -306,7 +318,7 @@ class Turns:
         named, body, authorization = None, record.turn.body, None
         if forwarding.names(granted.replica_id):
             authorization = headers.get("Authorization")
-            named = await forwarding.named(record, attempt, granted.replica_id, authorization)
+            named = await forwarding.named(record, granted.replica_id, authorization)
             body = named.body
             if named.session_id:
                 headers = CIMultiDict(headers)  # other attempts go elsewhere
@@ -321,46 +333,47 @@ class Turns:
             except ReplicaError as error:
                 lives, now_s = self._lives(record), self._leases.now_s()
                 forwarding.failed(lease, error)
-                if not lives or not await forwarding.may_retry(record, attempt, error, now_s, give_up_s - now_s):
+                if not lives or not await forwarding.may_retry(record, error, now_s, give_up_s - now_s):
                     raise error  # noqa: TRY201 - as above
                 return error.replica_id
             try:
-                if not self._goes_on(record, attempt, granted, upstream, give_up_s):
+                is_good = upstream.status < 429 and record.first_error is None
+                if is_good or not self._goes_on(record, granted, upstream, give_up_s):
                     await self._relay.relay(exchange, record, lease, upstream)
                     return None
                 lease.refused()
                 return granted.replica_id
             finally:
                 upstream.close()
-                forwarding.ended(record, granted.replica_id)
+                if record.probe is not None:
+                    forwarding.ended(record, granted.replica_id)
         finally:
             if named is not None:
                 forwarding.left(record, granted, named, authorization)
 
-    def _goes_on(self, record: Record, attempt: Attempt, granted: Lease, upstream: Answer, give_up_s: float) -> bool:
+    def _goes_on(self, record: Record, granted: Lease, upstream: Answer, give_up_s: float) -> bool:
         """Return whether a turn asks for another lease, because its engine is full, or answered with an error."""
-        if (upstream.status < 429 and record.first_error is None) or not self._lives(record):
+        if not self._lives(record):
             return False
         forwarding, now_s = self._forwarding, self._leases.now_s()
         if forwarding.waits(record, granted, upstream, give_up_s - now_s):
             record.unsent_count += 1  # it did not run
             return True
-        return forwarding.goes_elsewhere(record, attempt, granted, upstream, now_s)
+        return forwarding.goes_elsewhere(record, granted, upstream, now_s)
 
     def _ask_for_lease(
         self,
         exchange: Exchange,
         record: Record,
-        attempt: Attempt,
         deadline_s: float | None,
         avoid_replica_id: str | None,
     ) -> Awaitable[OpenLease]:
         """Ask for a lease, with heartbeats meanwhile if wanted."""
         waiting: Awaitable[OpenLease]
         if self._fence is None:
-            waiting = self._ask_once(exchange, record, attempt, deadline_s, avoid_replica_id, None, again=False)
+            waiting = self._ask_once(exchange, record, deadline_s, avoid_replica_id, None, again=False)
         else:
-            ask = partial(self._ask_once, exchange, record, attempt, deadline_s, avoid_replica_id)
+            ask = partial(self._ask_once, exchange, record, deadline_s, avoid_replica_id)
             while_held = partial(HeldTurn, self._held, exchange.kept, record.held_bytes)
             said = exchange.headers.get(STALENESS_HEADER)
             waiting = self._fence.lease(record, said, ask, deadline_s, while_held)
@@ -370,7 +383,6 @@ class Turns:
         self,
         exchange: Exchange,
         record: Record,
-        attempt: Attempt,
         deadline_s: float | None,
         avoid_replica_id: str | None,
         wanted_replica_id: str | None,
@@ -379,15 +391,15 @@ class Turns:
     ) -> Awaitable[OpenLease]:
         """Ask for a lease, on the wanted replica if any; a second one is for a turn that kept its age."""
         if record.tries_count or again:
-            attempt.supersedes_id, attempt.turn_id = attempt.turn_id, self._leases.new_turn_id()
+            record.supersedes_id, record.turn_id = record.turn_id, self._leases.new_turn_id()
             if record.tenancy is not None:
                 record.tenancy.check(record.turn.program_id)  # again: it may belong to another tenant by now
         if record.turn.told_id:
             wanted_replica_id = self._leases.home_of(record.turn.told_id, record.model)
-        ask = ask_for(record, attempt, self._leases.now_s(), deadline_s, avoid_replica_id, wanted_replica_id)
+        ask = ask_for(record, self._leases.now_s(), deadline_s, avoid_replica_id, wanted_replica_id)
         if self._fence is not None:
             ask = self._fence.ask(record, ask)
-        if self._settings.tells_attempts and (key := told_key(attempt)):
+        if self._settings.tells_attempts and (key := told_key(record)):
             ask = replace(ask, attempt_key=key)
         return self._leases.lease(ask, HeldTurn(self._held, exchange.kept, record.held_bytes))
 
@@ -402,9 +414,9 @@ class Turns:
             raise
         return lease
 
-    def _note_grant(self, record: Record, attempt: Attempt, granted: Lease) -> None:
+    def _note_grant(self, record: Record, granted: Lease) -> None:
         """Note where a turn runs, and how long it was held."""
-        attempt.supersedes_id = None
+        record.supersedes_id = None
         record.replica_id = granted.replica_id
         record.generation = granted.generation
         record.reason = granted.reason
@@ -425,9 +437,9 @@ class Turns:
             headers = identity_headers(turn.program_id, turn.source)
             record.held_stream = HeldStream(exchange, record.target.engine_path, record.dialect, period_s, headers)
 
-    def _deadline_s(self, record: Record, attempt: Attempt) -> float | None:
+    def _deadline_s(self, record: Record) -> float | None:
         """Return when the client gives up; None if it never does, or if heartbeats will keep it waiting."""
-        patience_s, observed_s, settings = attempt.patience.patience_s, attempt.observed_s, self._settings
+        patience_s, observed_s, settings = record.patience.patience_s, record.observed_s, self._settings
         if not settings.client_patience:
             return None
         if observed_s is not None and (patience_s is None or observed_s < patience_s):
@@ -435,7 +447,7 @@ class Turns:
         if patience_s is None:
             return None
         beat_s = settings.heartbeat_s if record.held_stream is not None else None
-        if beat_s is not None and attempt.patience.counts_bytes and beat_s < patience_s:
+        if beat_s is not None and record.patience.counts_bytes and beat_s < patience_s:
             return None
         return self._leases.now_s() + patience_s
 
@@ -445,17 +457,20 @@ class Turns:
 
     # --- its end -----------------------------------------------------------------------------------------------------
 
-    def _end(self, record: Record, attempt: Attempt) -> None:
-        """Note that a turn has ended, write its line, and end a program with its last turn."""
+    def _end(self, record: Record) -> None:
+        """Note that a turn has ended, count its time, write its line, and end a program with its last turn."""
         answered = record.outcome == "finished"
         gave_up = record.outcome == "abandoned" and record.status is None
-        self._attempts.end(attempt, self._leases.now_s(), answered=answered, gave_up=gave_up)
+        self._attempts.end(record, self._leases.now_s(), answered=answered, gave_up=gave_up)
         if record.prompt_key is not None and self._inference is not None:
             self._inference.ended(record.prompt_key, record.turn.program_id or "", answered=answered)
         if record.recording is not None:
-            record.recording.ended(record, attempt.turn_id)
-        self._write_line(record)
-        if answered:
+            record.recording.ended(record, record.turn_id)
+        duration_s = monotonic() - record.arrived_s
+        is_there = record.replica_id is not None and record.replica_id in self._leases.replicas.states
+        self._metrics.turn_ended(record.replica_id if is_there else None, record.status, duration_s)
+        self._write(record.line(duration_s, REQUEST_ID.get()))
+        if answered and (record.turn.is_final or self._judge is not None):
             self._is_through(record)
 
     async def _say_aborted(self, exchange: Exchange, record: Record) -> bool:
@@ -475,14 +490,14 @@ class Turns:
             await done(exchange.answer(200, "OK", headers, answer))
         return True
 
-    async def _end_revoked(self, exchange: Exchange, record: Record, attempt: Attempt) -> bool:
+    async def _end_revoked(self, exchange: Exchange, record: Record) -> bool:
         """Answer a turn that was cancelled here; return False if nobody can be told. Raises what its client gets."""
         record.outcome = "superseded"
-        if attempt.aborted_for:
-            record.outcome, record.verdict, record.cause = "aborted", "aborted_by_trainer", attempt.aborted_for
-        if record.status is not None or attempt.task is None or attempt.task.uncancel():
+        if record.aborted_for:
+            record.outcome, record.verdict, record.cause = "aborted", "aborted_by_trainer", record.aborted_for
+        if record.status is not None or record.task is None or record.task.uncancel():
             return False
-        error = _ended_by(attempt, record)
+        error = _ended_by(record)
         record.status = error.status
         try:
             if record.held_stream is None or not exchange.begun:
@@ -502,24 +517,17 @@ class Turns:
         elif self._judge is not None and turn.has_whole_prompt and self._lives(record):
             self._judge.turn_seen(turn.program_id, turn.body, turn.branch_id)
 
-    def _write_line(self, record: Record) -> None:
-        """Write the turn's canonical line, and count its total time."""
-        duration_s = monotonic() - record.arrived_s
-        is_there = record.replica_id is not None and self._leases.replicas.get(record.replica_id) is not None
-        self._metrics.turn_ended(record.replica_id if is_there else None, record.status, duration_s)
-        self._write(record.line(duration_s, REQUEST_ID.get()))
 
-
-def _ended_by(attempt: Attempt, record: Record) -> ThunderAgentError:
+def _ended_by(record: Record) -> ThunderAgentError:
     """Return the error of an attempt that was cancelled here: another one replaces it, or its program was ended."""
     error: ThunderAgentError = TurnSupersededError("the client retried this turn; the retry goes on")
-    if attempt.aborted_for == ProgramKilledError.code:
+    if record.aborted_for == ProgramKilledError.code:
         error = ProgramKilledError(
             f"program {record.turn.program_id!r} was ended by an operator, and its turns aborted"
         )
-    elif attempt.aborted_for == ProgramStaleError.code:
+    elif record.aborted_for == ProgramStaleError.code:
         error = ProgramStaleError(f"the weights are newer than the bound of program {record.turn.program_id!r} allows")
-    elif attempt.aborted_for:
+    elif record.aborted_for:
         error = ProgramReleasedError(f"program {record.turn.program_id!r} was released, and its turns aborted")
     tell_with_error(error, record.headers())
     return error

@@ -2,7 +2,7 @@
 
 A turn is retried on another replica only while its client has no byte of an answer: if the connection failed, or the
 engine answered 5xx and another replica could answer. An answer that begins with an error is like a 5xx, whatever its
-status: so the head of a stream waits for its first event. `retry_budget.py` limits retries, except of turns that were
+status: so the head of a stream waits for its first event. A budget limits retries, except of turns that were
 never sent, and of those whose replica is lost as a whole: these wait for another one, as long as their clients do. So
 do turns that an engine refuses because it is full (429, 503). All other answers go to the client as they are, and what
 cannot be read as an answer is not computed again. `fleet/breaker.py` hears of each try, and keeps turns off a replica
@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from typing import Final
 
 import structlog
-from multidict import CIMultiDict
+from multidict import CIMultiDict, istr
 
 from thunderagent.backends.base import NamedTurn, Priorities
 from thunderagent.errors import (
@@ -41,14 +42,12 @@ from thunderagent.proxy.fleet.replicas import Replicas, Watcher
 from thunderagent.proxy.reading.answer_errors import AnswerError, error_of_body, error_of_events
 from thunderagent.proxy.reading.answers import says_something
 from thunderagent.proxy.reading.outline import read_aside
-from thunderagent.proxy.turns.attempts import Attempt
 from thunderagent.proxy.turns.record import Record
-from thunderagent.proxy.turns.retry_budget import RetryBudget
 from thunderagent.proxy.turns.side_calls import look_at
 from thunderagent.proxy.watch.turn_metrics import TurnMetrics
 from thunderagent.proxy.wire.exchange import Exchange
 from thunderagent.proxy.wire.headers import forwarded_request_headers
-from thunderagent.proxy.wire.http11.answers import Answer
+from thunderagent.proxy.wire.http11.client import Answer
 from thunderagent.proxy.wire.http11.heads import CONTENT_ENCODING, CONTENT_LENGTH
 from thunderagent.proxy.wire.request_id import REQUEST_ID
 
@@ -75,8 +74,73 @@ HEAD_WAITS_S: Final = 10.0
 MOST_JUDGED_BYTES: Final = 16 * 1024
 """A stream that begins with a longer event, and a longer whole answer, are no errors."""
 
+_UPGRADE: Final = istr("Upgrade")
+
 _NOT_SENT = (ReplicaRefusedError, ReplicaRemovedError, ReplicaTrippedError)
 """Errors before a turn was sent, after which its replica gets no turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetrySettings:
+    """How often turns are retried after a replica failed them before the first byte."""
+
+    retries_count: int = 2
+    """Per turn. A client that retries says how often it did: we retry that many fewer times, so that its retries and
+    ours do not multiply."""
+    budget_ratio: float = 0.2
+    """Ratio of all turns in the last window or two; Envoy's and Finagle's budget."""
+    budget_min_count: int = 100
+    """Per window, however few turns there are: all that a lost replica had in flight may go elsewhere."""
+    window_s: float = 30.0
+
+
+DEFAULT_RETRIES: Final = RetrySettings()
+
+
+class RetryBudget:
+    """Counts turns and retries of this window and the one before. O(1) for each."""
+
+    __slots__ = ("_earlier", "_ends_s", "_retries_count", "_settings", "_turns_count", "_window", "refused_count")
+
+    def __init__(self, settings: RetrySettings) -> None:
+        """Start with empty counts."""
+        self._settings = settings
+        self._window = 0
+        self._ends_s = 0.0
+        """When the window ends."""
+        self._turns_count = self._retries_count = 0
+        self._earlier = 0, 0
+        self.refused_count = 0
+        """Retries that the turn itself had left, but the budget had not."""
+
+    def turn_came(self, now_s: float) -> None:
+        """Count a turn."""
+        if now_s >= self._ends_s:
+            self._step(now_s)
+        self._turns_count += 1
+
+    def may_retry(self, now_s: float, tries_count: int, client_retry_count: int) -> bool:
+        """Return whether a turn with this many tries may be tried once more, and count that."""
+        settings = self._settings
+        if tries_count > settings.retries_count - client_retry_count:
+            return False
+        self._step(now_s)
+        turns_count = self._turns_count + self._earlier[0]
+        retries_count = self._retries_count + self._earlier[1]
+        if retries_count >= max(settings.budget_min_count, settings.budget_ratio * turns_count):
+            self.refused_count += 1
+            return False
+        self._retries_count += 1
+        return True
+
+    def _step(self, now_s: float) -> None:
+        window = int(now_s // self._settings.window_s)
+        if window == self._window:
+            return
+        self._earlier = (self._turns_count, self._retries_count) if window == self._window + 1 else (0, 0)
+        self._turns_count = self._retries_count = 0
+        self._window = window
+        self._ends_s = (window + 1) * self._settings.window_s
 
 
 class Forwarding:
@@ -105,16 +169,16 @@ class Forwarding:
     def headers_of(self, exchange: Exchange, record: Record) -> CIMultiDict[str]:
         """Return a turn's headers for an engine."""
         headers = forwarded_request_headers(exchange.headers, exchange.notes)
-        if exchange.channel is not None:
+        if _UPGRADE in exchange.headers and exchange.channel is not None:
             headers["Connection"], headers["Upgrade"] = "Upgrade", exchange.headers["Upgrade"]
         if self._names_programs and record.turn.program_id is not None:
             headers["X-Session-ID"] = record.turn.program_id
         return headers
 
-    async def named(self, record: Record, attempt: Attempt, replica_id: str, authorization: str | None) -> NamedTurn:
+    async def named(self, record: Record, replica_id: str, authorization: str | None) -> NamedTurn:
         """Return the body with an id of its own, or what else its engine wants to know."""
         turn, path = record.turn, record.target.engine_path
-        hint = None if turn.branch_id else attempt.patience.hint or turn.hint  # a branch is not its program
+        hint = None if turn.branch_id else record.patience.hint or turn.hint  # a branch is not its program
         name = partial(self._replicas.name_turn, replica_id, path, turn.body, turn.program_id, authorization, hint)
         return await read_aside(name, len(turn.body))
 
@@ -173,9 +237,9 @@ class Forwarding:
         if breakers.knows(replica_id):
             is_bound = replica_id in (record.chosen_id, record.maker_id)
             record.probe = probe = await breakers.admit(replica_id, is_bound=is_bound)
-        state = self._replicas.map.get(replica_id)
+        state = self._replicas.map.states.get(replica_id)
         record.incarnation = 0 if state is None else state.incarnation
-        upstream, record.first_error, record.had_head = None, None, False
+        upstream, record.first_error, record.had_head, record.is_judged = None, None, False, False
         try:
             upstream = await self._client.send(
                 replica_id,
@@ -187,7 +251,7 @@ class Forwarding:
                 may_repeat=not record.turn.is_unknown,
             )
             if upstream.status == 200:
-                record.first_error = await self._first_error(replica_id, upstream)
+                record.first_error = await self._first_error(record, replica_id, upstream)
         except BaseException as error:
             if upstream is not None:
                 record.had_head = True
@@ -197,14 +261,14 @@ class Forwarding:
         return upstream
 
     def ended(self, record: Record, replica_id: str) -> None:
-        """Note the end of a turn whose answer had begun: a probe that broke off failed, any other makes way."""
-        if record.probe is not None:
-            breakers = self._replicas.breakers
-            if record.outcome == "failed" and not record.probe.done():
-                breakers.failed(replica_id, record.cause)
-            breakers.left(replica_id, record.probe)
+        """Note the end of a probe whose answer had begun: one that broke off failed, any other makes way."""
+        assert record.probe is not None
+        breakers = self._replicas.breakers
+        if record.outcome == "failed" and not record.probe.done():
+            breakers.failed(replica_id, record.cause)
+        breakers.left(replica_id, record.probe)
 
-    async def _first_error(self, replica_id: str, upstream: Answer) -> AnswerError | None:
+    async def _first_error(self, record: Record, replica_id: str, upstream: Answer) -> AnswerError | None:
         """Return the engine's own error with which an answer of status 200 begins, before anything is relayed.
 
         Raises `ReplicaError` if it breaks off before its first event.
@@ -215,8 +279,10 @@ class Forwarding:
             size = upstream.headers.get(CONTENT_LENGTH, "")
             if not (size.isdigit() and int(size) <= MOST_JUDGED_BYTES):
                 return None
-            await self._client.whole_within(replica_id, upstream, MOST_JUDGED_BYTES)
-            found = error_of_body(upstream.peek())
+            if not upstream.is_whole:
+                await self._client.whole_within(replica_id, upstream, MOST_JUDGED_BYTES)
+            record.error = found = error_of_body(upstream.peek())
+            record.is_judged = True
         elif not await self._has_begun(replica_id, upstream):
             return None
         else:
@@ -254,7 +320,7 @@ class Forwarding:
         for_s = self._replicas.breakers.pressed(lease.replica_id, after_s, status)
         return for_s < patience_s
 
-    def goes_elsewhere(self, record: Record, attempt: Attempt, lease: Lease, upstream: Answer, now_s: float) -> bool:
+    def goes_elsewhere(self, record: Record, lease: Lease, upstream: Answer, now_s: float) -> bool:
         """Return whether a turn that was answered 5xx, or so inside a 200, is tried on another replica.
 
         That counts against this one.
@@ -275,7 +341,7 @@ class Forwarding:
         if not any(each not in record.failed_ids for each in states):
             return False
         log.warning("engine_failed_turn", program_id=lease.program_id, replica_id=replica_id, why=why)
-        return self._has_tries(record, attempt, replica_id, now_s)
+        return self._has_tries(record, replica_id, now_s)
 
     def _replicas_of(self, replica_id: str) -> list[str]:
         """Return the other replicas of a pool that grant now."""
@@ -325,9 +391,7 @@ class Forwarding:
             return
         self._replicas.breakers.erred(replica_id, record.turn.program_id, why)
 
-    async def may_retry(
-        self, record: Record, attempt: Attempt, error: ReplicaError, now_s: float, patience_s: float
-    ) -> bool:
+    async def may_retry(self, record: Record, error: ReplicaError, now_s: float, patience_s: float) -> bool:
         """Return whether a turn that failed before its first byte may be retried; its client waits for `patience_s`."""
         if error.replica_id in (record.chosen_id, record.maker_id):
             return False  # elsewhere it would only be refused
@@ -344,18 +408,18 @@ class Forwarding:
             return False
         if isinstance(error, ReplicaLostError) and patience_s > 0:
             return True
-        if not record.had_head and self._has_tries(record, attempt, error.replica_id, now_s):
+        if not record.had_head and self._has_tries(record, error.replica_id, now_s):
             return True
         if record.lost_count >= MOST_LOST_COUNT or not await self._is_lost(error.replica_id, record.incarnation):
             return False
         record.lost_count += 1
         return True
 
-    def _has_tries(self, record: Record, attempt: Attempt, replica_id: str, now_s: float) -> bool:
+    def _has_tries(self, record: Record, replica_id: str, now_s: float) -> bool:
         """Return whether a turn, and all turns together, may be tried once more, and count that."""
         refused_before = self._budget.refused_count
         tries_count = record.tries_count - record.unsent_count
-        may_retry = self._budget.may_retry(now_s, tries_count, attempt.patience.retry_count)
+        may_retry = self._budget.may_retry(now_s, tries_count, record.patience.retry_count)
         if may_retry:
             self._metrics.count_retry("made")
         elif self._budget.refused_count > refused_before:

@@ -30,8 +30,8 @@ from thunderagent.proxy.turns.forward import Forwarding
 from thunderagent.proxy.turns.record import Record
 from thunderagent.proxy.watch.turn_metrics import TurnMetrics
 from thunderagent.proxy.wire.exchange import OTHERS_FIRST, Channel, Exchange, Wait, done
-from thunderagent.proxy.wire.headers import forwarded_response_headers, lead_back
-from thunderagent.proxy.wire.http11.answers import Answer
+from thunderagent.proxy.wire.headers import LOCATION, forwarded_response_headers, lead_back
+from thunderagent.proxy.wire.http11.client import Answer
 from thunderagent.proxy.wire.http11.heads import CHANGES_PROTOCOL, CONTENT_ENCODING
 from thunderagent.proxy.wire.websockets import Counted, Websockets
 
@@ -80,7 +80,8 @@ class Relay:
             return
         streams = upstream.content_type == "text/event-stream"
         headers = forwarded_response_headers(upstream.headers, upstream.notes, keep_length=not streams)
-        lead_back(headers, granted.url, granted.replica_id, record.target)
+        if LOCATION in headers:
+            lead_back(headers, granted.url, granted.replica_id, record.target)
         headers.update(record.headers())
         if streams and not (exchange.begun and upstream.status >= 400):
             await self._stream(exchange, record, lease, upstream, headers)
@@ -154,7 +155,8 @@ class Relay:
                 record.completions.read_answer(body, encoding)
             keep_id = self.keep_id(record, lease.granted.replica_id)
             record.usage, record.tool = read_answer(record.dialect, body, encoding, keep_id)
-            record.error = error_of_body(body if encoding is None else decoded(body, encoding) or b"")
+            if not record.is_judged:
+                record.error = error_of_body(body if encoding is None else decoded(body, encoding) or b"")
 
     async def _stream(
         self, exchange: Exchange, record: Record, lease: OpenLease, upstream: Answer, headers: CIMultiDict[str]

@@ -37,7 +37,7 @@ from thunderagent.proxy.wire.headers import (
     lead_back,
     tell_with_error,
 )
-from thunderagent.proxy.wire.http11.answers import Answer
+from thunderagent.proxy.wire.http11.client import Answer
 
 log = structlog.get_logger("thunderagent.side_calls")
 

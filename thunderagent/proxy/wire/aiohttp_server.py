@@ -24,8 +24,7 @@ from thunderagent.proxy.wire.errors import plain_answer
 from thunderagent.proxy.wire.http11.heads import RequestHead
 from thunderagent.proxy.wire.http11.lent import Borrower, Lent
 from thunderagent.proxy.wire.http11.limits import Sweep
-from thunderagent.proxy.wire.http11.line import Handler, Settings
-from thunderagent.proxy.wire.http11.server import Connection
+from thunderagent.proxy.wire.http11.server import Connection, Handler, Settings
 
 log = structlog.get_logger("thunderagent.http")
 

@@ -15,7 +15,7 @@ from thunderagent.proxy.reading.target import Target
 
 _CONNECTION: Final = istr("Connection")
 _CONTENT_LENGTH: Final = istr("Content-Length")
-_LOCATION: Final = istr("Location")
+LOCATION: Final = istr("Location")
 
 _HOP_BY_HOP: Final = frozenset(
     {
@@ -97,11 +97,9 @@ def lead_back(headers: CIMultiDict[str], base_url: str, replica_id: str, target:
     A path without a host does that, whatever name the client uses for us. Raises `ReplicaRedirectError` for one to
     another host.
     """
-    if _LOCATION not in headers:
-        return
     try:
         base = urlsplit(base_url)
-        wanted = urlsplit(urljoin(base_url.rstrip("/") + target.sent, headers.popall(_LOCATION)[0]))
+        wanted = urlsplit(urljoin(base_url.rstrip("/") + target.sent, headers.popall(LOCATION)[0]))
         is_replicas = (wanted.hostname, wanted.port or _PORTS.get(wanted.scheme)) == (
             base.hostname,
             base.port or _PORTS.get(base.scheme),
@@ -112,7 +110,7 @@ def lead_back(headers: CIMultiDict[str], base_url: str, replica_id: str, target:
         raise ReplicaRedirectError(f"replica {replica_id} redirects to another server", replica_id=replica_id)
     base_path = base.path.rstrip("/") + "/"
     path = wanted.path.removeprefix(base_path).lstrip("/\\")  # two slashes would start another host's name
-    headers[_LOCATION] = f"{target.prefix}/{path}" + (f"?{wanted.query}" if wanted.query else "")
+    headers[LOCATION] = f"{target.prefix}/{path}" + (f"?{wanted.query}" if wanted.query else "")
 
 
 def _without(headers: CIMultiDictProxy[str], dropped: frozenset[str]) -> CIMultiDict[str]:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 
 from thunderagent.errors import ReplicaError
 from thunderagent.proxy.wire.exchange import Channel, Exchange, Sink, Wait, done
-from thunderagent.proxy.wire.http11.answers import Answer
+from thunderagent.proxy.wire.http11.client import Answer
 
 GOING_AWAY = 1001
 """The close code for a client that ends without its own fault (RFC 6455, 7.4.1)."""

@@ -15,7 +15,7 @@ from thunderagent.backends import backend_of
 from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.errors import ReplicaClosedEarlyError, ReplicaRefusedError, ReplicaRemovedError
 from thunderagent.proxy.fleet.client import ClientSettings, ReplicaClient
-from thunderagent.proxy.wire.http11.answers import READ_AHEAD_BYTES
+from thunderagent.proxy.wire.http11.client import READ_AHEAD_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

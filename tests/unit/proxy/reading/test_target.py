@@ -20,8 +20,8 @@ from thunderagent.proxy.gate.access import Access, ForwardUnknown, Use, engine_a
 from thunderagent.proxy.reading.dialects import TURN_DIALECTS
 from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.wire.aiohttp_request import routed
+from thunderagent.proxy.wire.http11.client import Pool
 from thunderagent.proxy.wire.http11.limits import Limits, Pause, Sweep
-from thunderagent.proxy.wire.http11.pool import Pool
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,11 @@ from itertools import count as count_from
 
 import pytest
 
+from thunderagent.proxy.reading.dialects import CHAT
 from thunderagent.proxy.reading.identity import TurnRequest
-from thunderagent.proxy.turns import attempts as module
-from thunderagent.proxy.turns.attempts import LEAST_OBSERVED_S, REMEMBER_S, Attempt, Attempts, told_key
-from thunderagent.proxy.turns.patience import Patience
+from thunderagent.proxy.reading.target import Target
+from thunderagent.proxy.turns import record as module
+from thunderagent.proxy.turns.record import LEAST_OBSERVED_S, REMEMBER_S, Attempts, Patience, Record, told_key
 
 IDS = count_from(1)
 
@@ -24,10 +25,11 @@ def attempt(
     branch_id: str = "",
     since_s: float = 0.0,
     tenant: str = "",
-) -> Attempt:
+) -> Record:
     turn = TurnRequest(program_id, "body", branch_id, "", body, usage_added=False, prefix=(), tenant=tenant)
     patience = Patience(retry_count=count, idempotency_key=key)
-    return Attempt(turn, path, patience, since_s, None, next(IDS))
+    target = Target.parse(path)
+    return Record(turn, patience, "POST", target, CHAT, body, since_s, since_s, next(IDS), None)
 
 
 def test_an_attempt_takes_the_age_of_the_one_before_and_hands_it_on() -> None:
@@ -181,7 +183,7 @@ def test_gateways_know_attempts_at_a_turn_by_what_their_client_and_their_body_sa
     assert (first.superseded, beside.superseded) == (True, False)
 
 
-def given_up(*waits_s: float, gave_up: bool = True) -> Attempt:
+def given_up(*waits_s: float, gave_up: bool = True) -> Record:
     """Return the attempt after those that were given up after these times, each a second after the one before."""
     attempts, now_s = Attempts(), 0.0
     for wait_s in waits_s:

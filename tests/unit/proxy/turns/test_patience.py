@@ -7,8 +7,8 @@ from multidict import CIMultiDict
 
 from thunderagent.errors import RequestError
 from thunderagent.leases import TurnHint
-from thunderagent.proxy.turns.patience import Patience, patience_of
-from thunderagent.proxy.turns.retry_budget import RetryBudget, RetrySettings
+from thunderagent.proxy.turns.forward import RetryBudget, RetrySettings
+from thunderagent.proxy.turns.record import Patience, patience_of
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import uvloop
 from multidict import CIMultiDict
 
 from thunderagent.proxy.wire.failures import ClosedError, SilentError, TotalError, UnreachedError
+from thunderagent.proxy.wire.http11.client import Pool
 from thunderagent.proxy.wire.http11.limits import Limits, Pause, Sweep
-from thunderagent.proxy.wire.http11.pool import Pool
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

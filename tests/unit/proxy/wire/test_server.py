@@ -11,7 +11,6 @@ import pytest
 from multidict import CIMultiDict
 
 from thunderagent.proxy.wire.failures import NotHttpError
-from thunderagent.proxy.wire.http11.asked import EARLY_BYTES
 from thunderagent.proxy.wire.http11.heads import (
     CHUNKED,
     MAX_HEAD_BYTES,
@@ -21,15 +20,13 @@ from thunderagent.proxy.wire.http11.heads import (
     read_request,
 )
 from thunderagent.proxy.wire.http11.limits import Sweep
-from thunderagent.proxy.wire.http11.line import Settings
-from thunderagent.proxy.wire.http11.server import AHEAD_BYTES, Connection
+from thunderagent.proxy.wire.http11.server import AHEAD_BYTES, EARLY_BYTES, Connection, Settings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from thunderagent.proxy.wire.http11.asked import Asked
     from thunderagent.proxy.wire.http11.heads import RequestHead
-    from thunderagent.proxy.wire.http11.line import Handler
+    from thunderagent.proxy.wire.http11.server import Asked, Handler
 
 DEADLINE_S = 10.0
 LARGE_BYTES = 16 * 1024

@@ -28,12 +28,12 @@ from thunderagent.errors import RequestError
 from thunderagent.proxy.gate.browsers import comes_from_a_browser
 from thunderagent.proxy.reading.header_words import heard_in
 from thunderagent.proxy.routing import front_of
-from thunderagent.proxy.turns.patience import patience_of
+from thunderagent.proxy.turns.record import patience_of
 from thunderagent.proxy.wire.aiohttp_server import Server, all_lent
 from thunderagent.proxy.wire.failures import NotHttpError
 from thunderagent.proxy.wire.headers import forwarded_request_headers, forwarded_response_headers
 from thunderagent.proxy.wire.http11 import client, server
-from thunderagent.proxy.wire.http11.answers import Answer
+from thunderagent.proxy.wire.http11.client import Answer
 from thunderagent.proxy.wire.http11.heads import (
     KNOWN_BYTES,
     KNOWN_COUNT,
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from thunderagent.proxy.wire.front import Front
-    from thunderagent.proxy.wire.http11.asked import Asked
+    from thunderagent.proxy.wire.http11.server import Asked
 
 CASES_COUNT = int(os.environ.get("SMUGGLING_CASES", "1000"))
 HISTORIES_COUNT = int(os.environ.get("SMUGGLING_HISTORIES", "5000"))
@@ -352,7 +352,9 @@ async def answer_by_us(parts: list[bytes], method: str, heads: KnownHeads[Answer
         connection.eof_received()
     connection.connection_lost(None)
     try:
-        found = connection.answered(await waiter)
+        found = await waiter
+        if found is None:
+            connection.raise_failure()
         body = await found.read()
         reading.messages.append((b"", str(found.status).encode(), raw(found.headers), body))
         reading.end = "idle" if is_kept else "closed"

@@ -142,7 +142,11 @@ def count(tokens: int | None) -> int | None:
 
 def usage_of(prompt_tokens: int | None, output_tokens: int | None, cached_tokens: int | None) -> Usage:
     """Return a usage of those counts that are valid."""
-    return Usage(count(prompt_tokens), count(output_tokens), count(cached_tokens))
+    return Usage(
+        prompt_tokens if prompt_tokens is not None and 0 <= prompt_tokens <= MOST_TOKENS else None,
+        output_tokens if output_tokens is not None and 0 <= output_tokens <= MOST_TOKENS else None,
+        cached_tokens if cached_tokens is not None and 0 <= cached_tokens <= MOST_TOKENS else None,
+    )
 
 
 def event_of(body: dict[str, Any], name: str = "") -> bytes:

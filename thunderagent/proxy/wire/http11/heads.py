@@ -102,6 +102,8 @@ class AnswerHead(NamedTuple):
     length: int
     """Of the body, in bytes; or `CHUNKED`, or `TO_THE_END`."""
     keeps_alive: bool
+    content_type: str
+    """The media type, without its parameters."""
     notes: dict[str, Any]
     """As for a request."""
 
@@ -179,6 +181,7 @@ def read_answer(head: bytes, method: str) -> AnswerHead:
         CIMultiDictProxy(headers),
         TO_THE_END if length is None else length,
         keeps_alive and length is not None and code != CHANGES_PROTOCOL,
+        headers.get("Content-Type", "").partition(";")[0].strip().lower(),
         {},
     )
 
@@ -258,8 +261,11 @@ def known_requests() -> KnownHeads[RequestHead]:
 
     def of_length(head: RequestHead, name: str, digits: str) -> RequestHead:
         method, target, is_http_11, headers, _, keeps_alive, upgrades, notes = head
-        headers = _with_length(headers, name, digits)
-        return RequestHead(method, target, is_http_11, headers, int(digits), keeps_alive, upgrades, notes)
+        changed = CIMultiDict(headers)
+        changed[name] = digits
+        return RequestHead(
+            method, target, is_http_11, CIMultiDictProxy(changed), int(digits), keeps_alive, upgrades, notes
+        )
 
     return KnownHeads(read_request, of_length)
 
@@ -269,16 +275,20 @@ def known_answers() -> KnownHeads[AnswerHead]:
 
     def of_length(head: AnswerHead, name: str, digits: str) -> AnswerHead:
         has_body = head.status >= 200 and head.status not in BODILESS_STATUSES
-        headers, length = _with_length(head.headers, name, digits), int(digits) if has_body else head.length
-        return AnswerHead(head.status, head.reason, headers, length, head.keeps_alive, head.notes)
+        length = int(digits) if has_body else head.length
+        changed = CIMultiDict(head.headers)
+        changed[name] = digits
+        return AnswerHead(
+            head.status,
+            head.reason,
+            CIMultiDictProxy(changed),
+            length,
+            head.keeps_alive,
+            head.content_type,
+            head.notes,
+        )
 
     return KnownHeads(lambda raw: read_answer(raw, "POST"), of_length)
-
-
-def _with_length(headers: CIMultiDictProxy[str], name: str, digits: str) -> CIMultiDictProxy[str]:
-    changed = CIMultiDict(headers)
-    changed[name] = digits
-    return CIMultiDictProxy(changed)
 
 
 def _headers(

@@ -58,7 +58,8 @@ class Sweep:
         self._loop = loop
         self._watched: set[Watched] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._timer_s = inf
+        self.timer_s = inf
+        """When it checks next; infinite for never."""
 
     def __len__(self) -> int:
         return len(self._watched)
@@ -73,18 +74,18 @@ class Sweep:
         self._watched.discard(watched)
         if not self._watched and self._timer is not None:
             self._timer.cancel()
-            self._timer, self._timer_s = None, inf
+            self._timer, self.timer_s = None, inf
 
     def hasten(self, due_s: float) -> None:
-        """Note that something may be late earlier than before."""
-        if due_s < self._timer_s:
+        """Note that something may be late earlier than before; changes nothing from `timer_s` on."""
+        if due_s < self.timer_s:
             if self._timer is not None:
                 self._timer.cancel()
-            self._timer_s = due_s
+            self.timer_s = due_s
             self._timer = self._loop.call_at(due_s, self._look)
 
     def _look(self) -> None:
-        self._timer, self._timer_s = None, inf
+        self._timer, self.timer_s = None, inf
         now_s = self._loop.time()
         for watched in [each for each in self._watched if each.due_s <= now_s]:
             watched.late(now_s)

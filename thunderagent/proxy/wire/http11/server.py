@@ -6,8 +6,18 @@ A connection reads one head, and asks whose it is. Ours becomes an `Asked` and a
 to another protocol, aiohttp's, with the bytes as received (`lent.py`). The end of a request is determined only here:
 later bytes wait until it is answered. Only a little of them is kept. A client that sends more than that ahead waits,
 and nothing is read from it, so its leaving cannot be noticed either. Until its answer begins it is probed now and then,
-like one that ended its requests (`waiting.py`); after that, writing to it would fail. A client that ended its requests
-gets answers to all those that arrived complete, in order, and to no other.
+like one that ended its requests; after that, writing to it would fail. A client that ended its requests gets answers to
+all those that arrived complete, in order, and to no other.
+
+The writer of an answer waits only where it is told to: what a client does not read stays with the transport. Past the
+transport's mark there is something to await before the next piece. An answer is over as soon as its last byte is
+written, and the connection is free for the next request then.
+
+The end of what a client sends may only end its requests, and then it waits for its answer (RFC 9112, 9.6). A client
+that left looks the same until something is sent: a closed peer refuses it. So such a client gets an interim answer now
+and then, which means nothing and which clients skip (RFC 9110, 15.2). If one is refused the client has left, and its
+turn ends as usual. HTTP/1.0 has no interim answers; there the client stays only for a moment. Nor may one follow a
+head; from then on the client shows itself by reading.
 
 Input that is not HTTP that all servers read the same way is answered 400, and the connection closes. It also closes
 after an answer to a request whose body has not arrived: what still comes would be read as the next request. Such a
@@ -19,22 +29,522 @@ client may finish for a moment, because closing at once would take the answer aw
 from __future__ import annotations
 
 import asyncio
-from typing import Final, cast
+import sys
+from collections.abc import Awaitable, Callable, Generator
+from dataclasses import dataclass, field
+from email.utils import formatdate
+from math import inf
+from time import time
+from typing import Any, Final, Protocol, cast
 
 import structlog
+from multidict import CIMultiDict, CIMultiDictProxy
 
+from thunderagent.proxy.reading.target import Target
+from thunderagent.proxy.wire.exchange import KeptBody, Wait
 from thunderagent.proxy.wire.failures import LeftError, NotHttpError
-from thunderagent.proxy.wire.http11.asked import Asked, refusal
-from thunderagent.proxy.wire.http11.heads import end_of_head
-from thunderagent.proxy.wire.http11.lent import Lent
-from thunderagent.proxy.wire.http11.limits import notice_lost_peers
-from thunderagent.proxy.wire.http11.line import Handler, Settings
-from thunderagent.proxy.wire.http11.waiting import Waiting
+from thunderagent.proxy.wire.http11.chunks import Chunks
+from thunderagent.proxy.wire.http11.heads import (
+    BODILESS_STATUSES,
+    CHANGES_PROTOCOL,
+    CHUNKED,
+    CONTENT_LENGTH,
+    DATE,
+    TRANSFER_ENCODING,
+    KnownHeads,
+    RequestHead,
+    end_of_head,
+    known_requests,
+    written,
+)
+from thunderagent.proxy.wire.http11.lent import Borrower, Lent
+from thunderagent.proxy.wire.http11.limits import Sweep, notice_lost_peers
 
 log = structlog.get_logger("thunderagent.http")
+stall_log = structlog.get_logger("thunderagent.stall")
+
+Handler = Callable[["Asked"], Awaitable[None]]
 
 AHEAD_BYTES: Final = 64 * 1024
 """A client that has sent more than this before its current request was answered waits."""
+
+JOINED_BYTES: Final = 64 * 1024
+"""A larger body is not copied to join its head."""
+
+READ_AHEAD_BYTES: Final = 2**20
+"""How much of a body without a reader is read ahead before the client must wait."""
+
+EARLY_BYTES: Final = 64 * 1024
+"""How much may follow a request for another protocol before its answer; clients of it wait for that."""
+
+CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+LINGER_S: Final = 2.0
+"""For a client to finish sending unread bytes."""
+
+PROBES_AFTER_S = (0.0, 0.02, 0.1, 0.5, 2.0)
+"""A client that sends nothing more is probed at once, and again after each of these times; then always after the last.
+A client that left refuses the second probe, if it was near enough to get the first."""
+
+OLD_CLIENT_S: Final = 1.0
+"""For an answer to a client of HTTP/1.0 that sends nothing more."""
+
+STALL_LOOKS_COUNT: Final = 4
+"""How often a client is checked within the limit before it counts as reading nothing."""
+
+
+class Router(Protocol):
+    """Says who answers which request."""
+
+    def handler(self, head: RequestHead) -> Handler | None:
+        """Return the handler of a request of ours; None for one that is not ours."""
+
+    def borrower(self) -> Borrower:
+        """Return a protocol that answers one request that is not ours."""
+
+
+@dataclass(slots=True, eq=False)
+class Settings:
+    """Shared settings of a server's connections."""
+
+    router: Router
+    sweep: Sweep
+    heads: KnownHeads[RequestHead] = field(default_factory=known_requests)
+    idle_s: float = 75.0
+    """For a head to arrive, from the start or the last answer on."""
+    stall_s: float = 120.0
+    """A client that reads nothing of its answer for this long is cut off."""
+    connections: set[Connection] = field(default_factory=set)
+    is_leaving: bool = False
+    """Whether each new answer announces that it is its connection's last."""
+    is_closing: bool = False
+    """Whether each answer is its connection's last, announced or not."""
+    _closed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def ended(self, connection: Connection) -> None:
+        """Note that a connection is closed."""
+        self.connections.discard(connection)
+        if not self.connections:
+            self._closed.set()
+
+    async def all_closed(self) -> None:
+        """Return when no connection is open."""
+        while self.connections:
+            self._closed.clear()
+            await self._closed.wait()
+
+
+# --- One request, and its answer
+
+
+class Asked:
+    """A request and its answer."""
+
+    __slots__ = (
+        "_chunks",
+        "_connection",
+        "_is_chunked",
+        "_left_bytes",
+        "_pieces",
+        "_pieces_bytes",
+        "_sink",
+        "_waiter",
+        "begun",
+        "body",
+        "decorate",
+        "head",
+        "headers",
+        "is_followed",
+        "is_over",
+        "is_whole",
+        "kept",
+        "method",
+        "notes",
+        "sent_bytes",
+        "status",
+        "target",
+    )
+
+    target: Target
+    """Its target, once that was read."""
+
+    def __init__(self, connection: Connection, head: RequestHead) -> None:
+        """Create a request whose head has arrived."""
+        self._connection = connection
+        self.head = head
+        self.method = head.method
+        self.headers: CIMultiDictProxy[str] = head.headers
+        self.notes: dict[str, Any] = head.notes
+        """What other parts derived from the head."""
+        self.body = b""
+        """The whole body, once it was read."""
+        self.kept: KeptBody | None = None
+        self.status = 0
+        """Of the answer, once it was begun."""
+        self.sent_bytes = 0
+        """Of the answer's body."""
+        self.decorate: Callable[[Asked, CIMultiDict[str]], None] | None = None
+        """Adds to the head of the answer what all answers have."""
+        self._chunks = Chunks() if head.length == CHUNKED else None
+        self._left_bytes = sys.maxsize if head.upgrades else head.length
+        self.is_whole = not self._left_bytes
+        """Whether all of the request arrived."""
+        self.is_followed = False
+        """Whether something followed a chunked body; where it began is unknown."""
+        self._pieces: list[bytes] = []
+        self._pieces_bytes = 0
+        self._sink: Callable[[bytes], None] | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._is_chunked = False
+        self.begun = False
+        """Whether something of the answer was written."""
+        self.is_over = False
+        """Whether the answer was written to its end, or cut."""
+
+    def __repr__(self) -> str:
+        stage = "over" if self.is_over else "begun" if self.begun else "unanswered"
+        return f"<Asked {self.head.method}, {stage}>"
+
+    @property
+    def host(self) -> str:
+        """The host name in the request."""
+        return self.head.headers.get("Host", "")
+
+    @property
+    def remote(self) -> str | None:
+        """The address that it came from."""
+        peer = self._connection.transport.get_extra_info("peername") if self._connection.transport is not None else None
+        return str(peer[0]) if peer else None
+
+    @property
+    def transport(self) -> asyncio.Transport | None:
+        """The client's connection; None once it left."""
+        return self._connection.transport
+
+    # --- the request ---------------------------------------------------------------------------------------------
+
+    def invite(self) -> None:
+        """Tell a waiting client that its body is welcome (RFC 9110, 10.1.1)."""
+        transport = self._connection.transport
+        if transport is not None and self.head.is_http_11 and not self.is_whole and not self.begun:
+            transport.write(CONTINUE)
+
+    async def next_piece(self) -> bytes:
+        """Return the next part of the body; empty at its end. Raises `LeftError` if the client leaves."""
+        while not self._pieces:
+            if self.is_whole:
+                return b""
+            if self._connection.transport is None:
+                raise LeftError("the client disconnected before its request was complete")
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self.taken()
+
+    async def read(self) -> bytes:
+        """Return the body, or the part that was not taken yet. Raises like `next_piece`."""
+        if self.is_whole:
+            return self.taken()
+        pieces = []
+        while piece := await self.next_piece():
+            pieces.append(piece)
+        return b"".join(pieces)
+
+    def taken(self) -> bytes:
+        """Return what arrived of the body and was not taken yet; all of it if `is_whole`."""
+        pieces = self._pieces
+        found = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        pieces.clear()
+        self._pieces_bytes = 0
+        if self._connection.is_paused:
+            self._connection.resume_reading()
+        return found
+
+    @property
+    def channel(self) -> Asked | None:
+        """Itself, if it asks for another protocol: all that follows its head belongs to that."""
+        return self if self.head.upgrades else None
+
+    def pour(self, sink: Callable[[bytes], None]) -> None:
+        """Pass to `sink` what has arrived, and later bytes as they arrive."""
+        data, self._sink = self.taken(), sink
+        if data:
+            sink(data)
+
+    def hold(self) -> None:
+        """Make the client wait."""
+        self._connection.pause_reading()
+
+    def go_on(self) -> None:
+        """Accept more bytes."""
+        self._connection.resume_reading()
+
+    # --- the answer ----------------------------------------------------------------------------------------------
+
+    def answer(self, status: int, reason: str, headers: CIMultiDict[str], body: bytes) -> Wait:
+        """Write a whole answer and its Content-Length. Raises `ValueError` for invalid headers."""
+        transport = self._connection.transport
+        assert not self.begun, "a request is answered once"
+        if status in BODILESS_STATUSES:
+            body = b""
+            if status != 304:
+                headers.popall(CONTENT_LENGTH, None)
+        elif self.head.method != "HEAD" or CONTENT_LENGTH not in headers:
+            headers[CONTENT_LENGTH] = str(len(body))
+        head = self._head(status, reason, headers)
+        self.begun = True
+        self.sent_bytes = len(body)
+        if transport is not None:
+            if self.head.method == "HEAD" or not body:
+                transport.write(head)
+            elif len(body) <= JOINED_BYTES:
+                transport.write(head + body)
+            else:
+                transport.writelines([head, body])
+        return self._over()
+
+    def begin(self, status: int, reason: str, headers: CIMultiDict[str]) -> Wait:
+        """Write the head of an answer whose length is in its headers, or is not known yet.
+
+        After a switch of protocols, bytes go both ways until `cut`.
+        """
+        transport = self._connection.transport
+        assert not self.begun, "a request is answered once"
+        if status == CHANGES_PROTOCOL:
+            headers["Upgrade"] = self.head.headers["Upgrade"]
+        elif status not in BODILESS_STATUSES and CONTENT_LENGTH not in headers and self.head.is_http_11:
+            self._is_chunked = self.head.method != "HEAD"
+            headers[TRANSFER_ENCODING] = "chunked"
+        head = self._head(status, reason, headers)
+        self.begun = True
+        if transport is not None:
+            transport.write(head)
+        return self._wait()
+
+    def write(self, data: bytes) -> Wait:
+        """Write a piece of the body; does nothing if the client left."""
+        transport = self._connection.transport
+        self.sent_bytes += len(data)
+        if transport is not None and data and self.head.method != "HEAD":
+            if not self._is_chunked:
+                transport.write(data)
+            elif len(data) <= JOINED_BYTES:
+                transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+            else:
+                transport.writelines([b"%x\r\n" % len(data), data, b"\r\n"])
+        return self._wait()
+
+    def end(self) -> Wait:
+        """End the body."""
+        transport = self._connection.transport
+        if self._is_chunked and transport is not None:
+            transport.write(b"0\r\n\r\n")
+        return self._over()
+
+    def cut(self) -> None:
+        """Close the connection, which is how HTTP marks a started answer as incomplete."""
+        self.is_over, self._sink = True, None
+        self._connection.cut()
+
+    # --- for the connection --------------------------------------------------------------------------------------
+
+    def feed(self, data: bytes) -> bytes:
+        """Add bytes to the body; return what follows it. Raises `NotHttpError`."""
+        rest = b""
+        if self._chunks is not None:
+            data = self._chunks.feed(data)
+            self.is_whole, self.is_followed = self._chunks.is_whole, self._chunks.is_followed
+        else:
+            data, rest = data[: self._left_bytes], data[self._left_bytes :]
+            self._left_bytes -= len(data)
+            self.is_whole = not self._left_bytes
+        if self._sink is not None:
+            self._sink(data)
+        elif data and not self.is_over:
+            self._pieces.append(data)
+            self._pieces_bytes += len(data)
+            if self.head.upgrades and not self.begun and self._pieces_bytes > EARLY_BYTES:
+                raise NotHttpError("a client that asks for another protocol must wait for the answer")
+            if self._pieces_bytes > READ_AHEAD_BYTES and not self.is_whole:
+                self._connection.pause_reading()
+        if self._waiter is not None:
+            self._tell()
+        return rest
+
+    def left(self) -> None:
+        """Note that the client left, or that nothing more of its request is read."""
+        self._sink = None
+        if self._chunks is not None:
+            self._chunks.close()
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _wait(self) -> Wait:
+        connection = self._connection
+        return Room(connection) if connection.is_full or connection.transport is None else None
+
+    def _over(self) -> Wait:
+        self.is_over = True
+        if self._chunks is not None and not self.is_whole:
+            self._chunks.close()
+        connection = self._connection
+        wait = Room(connection) if connection.is_full or connection.transport is None else None
+        connection.answered()
+        return wait
+
+    def _head(self, status: int, reason: str, headers: CIMultiDict[str]) -> bytes:
+        self.status = status
+        if self.decorate is not None:
+            self.decorate(self, headers)
+        is_known = CONTENT_LENGTH in headers or TRANSFER_ENCODING in headers or status in BODILESS_STATUSES
+        if status == CHANGES_PROTOCOL:
+            headers["Connection"] = "Upgrade"
+            self._connection.closes = True
+        elif not (self._connection.may_stay and is_known):
+            headers["Connection"] = "close"
+            self._connection.closes = True
+        elif not self.head.is_http_11:
+            headers["Connection"] = "keep-alive"
+        if DATE not in headers:
+            headers[DATE] = _date()
+        return written([f"HTTP/1.1 {status} {reason}"], headers)
+
+
+class Room:
+    """An awaitable for room to write; not a coroutine, because it need not be awaited."""
+
+    __slots__ = ("_connection",)
+
+    def __init__(self, connection: Connection) -> None:
+        """Wait for the client of this connection."""
+        self._connection = connection
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        return self._connection.room().__await__()
+
+
+def _make_date() -> Callable[[], str]:
+    said_s, said = 0, ""
+
+    def date() -> str:
+        nonlocal said_s, said
+        now_s = int(time())
+        if now_s != said_s:
+            said_s, said = now_s, formatdate(now_s, usegmt=True)
+        return said
+
+    return date
+
+
+_date = _make_date()
+
+
+# --- How long a client is waited for
+
+
+class Waiting:
+    """What one client's connection waits for."""
+
+    __slots__ = (
+        "_asked",
+        "_idle_s",
+        "_looks_count",
+        "_loop",
+        "_probes_count",
+        "_queued_bytes",
+        "_stall_s",
+        "_sweep",
+        "_transport",
+        "due_s",
+    )  # fmt: skip
+
+    def __init__(self, transport: asyncio.Transport, sweep: Sweep, idle_s: float, stall_s: float) -> None:
+        """Wait for a first head. A late connection is closed."""
+        self._transport = transport
+        self._loop = asyncio.get_running_loop()
+        self._sweep = sweep
+        self._idle_s = idle_s
+        self._stall_s = stall_s
+        self._queued_bytes = 0
+        self._looks_count = 0
+        self._asked: Asked | Lent | None = None
+        self._probes_count = 0
+        self.due_s = self._loop.time() + idle_s
+        sweep.add(self)
+
+    def over(self) -> None:
+        """Stop waiting: the connection is closed."""
+        self._sweep.remove(self)
+        self._asked = None
+
+    def for_head(self) -> None:
+        """Wait for the next head; first for pending output to be read, if that is waited for."""
+        if self.due_s == inf or self._asked is not None:
+            self._asked = None
+            self._until(self._idle_s)
+
+    def for_room(self) -> None:
+        """Wait for the client to read some of the output."""
+        self._asked = None
+        self._queued_bytes, self._looks_count = self._transport.get_write_buffer_size(), 0
+        self._until(self._stall_s / STALL_LOOKS_COUNT)
+
+    def for_end(self) -> None:
+        """Wait for the client to finish sending unread bytes."""
+        self._asked = None
+        self._until(LINGER_S)
+
+    def for_sign(self, asked: Asked | Lent) -> None:
+        """Probe the client again and again while its answer has not begun."""
+        if not asked.begun:
+            self._asked, self._probes_count = asked, 0
+            self._probe(asked)
+
+    def late(self, now_s: float) -> None:
+        """Close a late connection, or check again."""
+        if self._asked is not None:
+            if not self._asked.begun:
+                self._probe(self._asked)
+            else:
+                self._asked, self.due_s = None, inf
+            return
+        queued_bytes = self._transport.get_write_buffer_size()
+        if queued_bytes != self._queued_bytes:  # it read something, or more was written
+            self._queued_bytes, self._looks_count = queued_bytes, 0
+        self._looks_count += 1
+        if queued_bytes and self._looks_count < STALL_LOOKS_COUNT:
+            self.due_s = now_s + self._stall_s / STALL_LOOKS_COUNT
+            return
+        if queued_bytes:
+            stall_log.warning("client_stalled", limit_s=self._stall_s)
+        self.due_s = inf
+        self._transport.abort()  # closing it would wait for the client to read
+
+    def _until(self, wait_s: float) -> None:
+        self.due_s = due_s = self._loop.time() + wait_s
+        if due_s < self._sweep.timer_s:
+            self._sweep.hasten(due_s)
+
+    def _probe(self, asked: Asked | Lent) -> None:
+        """Send what only a client that left refuses; the transport then reports the end."""
+        if self._transport.is_closing():
+            return
+        self._probes_count += 1
+        if not asked.head.is_http_11:
+            if self._probes_count > 1:
+                self._transport.close()
+            self._until(OLD_CLIENT_S)
+            return
+        self._transport.write(CONTINUE)
+        self._until(PROBES_AFTER_S[min(self._probes_count, len(PROBES_AFTER_S)) - 1])
+
+
+# --- The connection
 
 
 class Connection:
@@ -57,7 +567,8 @@ class Connection:
         self._has_ended = False
         """Whether the client has ended its requests; complete ones are answered."""
         self._is_lingering = False
-        self._is_paused = False
+        self.is_paused = False
+        """Whether nothing is read from it for now."""
         self._is_ahead = False
         """Whether the client has sent so much ahead that it waits until its request is answered."""
         self.is_full = False
@@ -166,7 +677,7 @@ class Connection:
         """Go on: the client read something."""
         self.is_full = False
         assert self._waiting is not None
-        self._waiting.for_answer()
+        self._waiting.due_s = inf
         if self.is_idle:
             self._waiting.for_head()
         self._has_room()
@@ -191,14 +702,14 @@ class Connection:
 
     def pause_reading(self) -> None:
         """Make the client wait."""
-        if self.transport is not None and not self._is_paused:
-            self._is_paused = True
+        if self.transport is not None and not self.is_paused:
+            self.is_paused = True
             self.transport.pause_reading()
 
     def resume_reading(self) -> None:
         """Accept more bytes, unless the client is too far ahead."""
-        if self._is_paused and not self._is_ahead:
-            self._is_paused = False
+        if self.is_paused and not self._is_ahead:
+            self.is_paused = False
             if self.transport is not None:
                 self.transport.resume_reading()
 
@@ -208,7 +719,7 @@ class Connection:
         if self.transport is None or self._waiting is None:
             return
         self._is_ahead = False
-        if self._is_paused:
+        if self.is_paused:
             self.resume_reading()
         if self.closes or self._settings.is_closing:
             self._end(is_whole=asked is None or asked.is_whole)
@@ -247,7 +758,7 @@ class Connection:
             return
         assert self._waiting is not None
         if not self.is_full:
-            self._waiting.for_answer()
+            self._waiting.due_s = inf  # an answer may take as long as it takes
         self.closes = not head.keeps_alive
         handler = self._settings.router.handler(head)
         if handler is not None:
@@ -358,3 +869,10 @@ class Connection:
             self.transport.abort()
         elif self.transport is not None and self.is_idle:
             self.transport.close()
+
+
+def refusal(why: str) -> bytes:
+    """Return the answer to what is not HTTP."""
+    body = f"400: {why}\n".encode()
+    fields = f"Content-Type: text/plain\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    return f"HTTP/1.1 400 Bad Request\r\n{fields}".encode() + body
