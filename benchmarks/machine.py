@@ -34,9 +34,9 @@ def describe_machine() -> dict[str, Any]:
 
 @functools.cache
 def code_hash() -> str:
-    """Return a hash of all code behind a figure: the package and the benchmarks, as the files are now."""
+    """Return a hash of all code behind a figure: the packages and the benchmarks, as the files are now."""
     digest = hashlib.sha256()
-    for folder, endings in (("thunderagent", ("*.py", "*.toml")), ("benchmarks", ("*.py",))):
+    for folder, endings in (("thunderagent", ("*.py", "*.toml")), ("packages", ("*.py",)), ("benchmarks", ("*.py",))):
         for path in sorted(path for ending in endings for path in (ROOT / folder).rglob(ending)):
             digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
@@ -46,7 +46,7 @@ def code_hash() -> str:
 def describe_code() -> dict[str, str]:
     """Return the code version of a result: its hash, and the commit, with a `+` if files were changed since."""
     commit = _git("rev-parse", "HEAD")[:12] or "unknown"
-    changed = _git("status", "--porcelain", "--", "thunderagent", "benchmarks/*.py")
+    changed = _git("status", "--porcelain", "--", "thunderagent", "packages", "benchmarks/*.py")
     return {"commit": commit + ("+" if changed else ""), "code": code_hash()}
 
 

@@ -25,17 +25,17 @@ from typing import Any
 try:
     import torch
 except ImportError:
-    sys.exit("this benchmark needs the extra nova: .venv/bin/python -m pip install --editable '.[nova]'")
+    sys.exit("this benchmark needs torch: .venv/bin/python -m pip install --editable packages/thunderagent-nova")
 
 from benchmarks import nova_card, nova_rig
 from benchmarks.machine import RESULTS
 from benchmarks.nova_rig import PAPER, SMALL, Run, Size, Turns
-from thunderagent.nova.engine import Engine
-from thunderagent.nova.messages import Profile
-from thunderagent.nova.models import Vlm
-from thunderagent.nova.policy import Adaptive, Static, adaptive_of, best_pair, expected_wait_s
-from thunderagent.nova.profile import load, measure, save, warm
-from thunderagent.nova.workers import ENCODE, PREFILL, Outcome
+from thunderagent_nova.engine import Engine
+from thunderagent_nova.messages import Profile
+from thunderagent_nova.models import Vlm
+from thunderagent_nova.policy import Adaptive, Static, adaptive_of, best_pair, expected_wait_s
+from thunderagent_nova.profile import load, measure, save, warm
+from thunderagent_nova.workers import ENCODE, PREFILL, Outcome
 
 MEAN_OUTPUT_TOKENS = sum(nova_rig.OUTPUT_TOKENS) / 2
 BATCH = 3  # in flight beside a pass, as in the paper's Table IV

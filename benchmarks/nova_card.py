@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks import nova_rig
-from thunderagent.nova.engine import Engine
-from thunderagent.nova.messages import Profile
-from thunderagent.nova.offload import CudaCopier, NullCopier, OffloadRing, resident_layers
-from thunderagent.nova.partition import DECODE, GreenPool, PartitionError
-from thunderagent.nova.profile import Subject, alone, beside, run_as
-from thunderagent.nova.workers import ENCODE, PREFILL
+from thunderagent_nova.engine import Engine
+from thunderagent_nova.messages import Profile
+from thunderagent_nova.offload import CudaCopier, NullCopier, OffloadRing, resident_layers
+from thunderagent_nova.partition import DECODE, GreenPool, PartitionError
+from thunderagent_nova.profile import Subject, alone, beside, run_as
+from thunderagent_nova.workers import ENCODE, PREFILL
 
 if TYPE_CHECKING:
     from benchmarks.nova import Bench

@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import fmean
 
 from benchmarks.machine import save_results
-from thunderagent.nova.messages import (
+from thunderagent_nova.messages import (
     Arrived,
     Decision,
     DecodeDone,
@@ -43,8 +43,8 @@ from thunderagent.nova.messages import (
     StartEncode,
     StartPrefill,
 )
-from thunderagent.nova.policy import SplitPolicy, Static, adaptive_of
-from thunderagent.nova.scheduler import Scheduler
+from thunderagent_nova.policy import SplitPolicy, Static, adaptive_of
+from thunderagent_nova.scheduler import Scheduler
 
 UNITS = 84
 ENCODE_S, PREFILL_S = 0.8068, 0.3241

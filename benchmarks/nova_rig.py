@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from thunderagent.nova.engine import Engine, EngineConfig
-from thunderagent.nova.messages import Image, Prompt, Request, Scheduling
-from thunderagent.nova.models import Vlm
-from thunderagent.nova.partition import DECODE, CorePool, Pool, green_pool
-from thunderagent.nova.profile import Subject
-from thunderagent.nova.scheduler import Scheduler
-from thunderagent.nova.workers import Outcome, Turn
+from thunderagent_nova.engine import Engine, EngineConfig
+from thunderagent_nova.messages import Image, Prompt, Request, Scheduling
+from thunderagent_nova.models import Vlm
+from thunderagent_nova.partition import DECODE, CorePool, Pool, green_pool
+from thunderagent_nova.profile import Subject
+from thunderagent_nova.scheduler import Scheduler
+from thunderagent_nova.workers import Outcome, Turn
 
 SEED = 7
 IMAGE_ID, START_ID, END_ID = 151501, 151502, 151503
@@ -250,7 +250,7 @@ def scheduler_of(name: str, size: Size, split_policy: Any = None) -> Scheduler:
 def made_by(device: torch.device) -> dict[str, Any]:
     """Return the code version and the device behind a figure."""
     code = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.parent.glob("thunderagent/nova/*.py")):
+    for path in sorted(Path(__file__).parent.parent.glob("packages/thunderagent-nova/thunderagent_nova/*.py")):
         code.update(path.read_bytes())
     machine = {"device": "cpu", "torch": torch.__version__, "cores": torch.get_num_threads()}
     if device.type == "cuda":

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from thunderagent.simulator.engine.timing import IterationWork, TimingProfile, load_profiles
-from thunderagent.workflows import Deployment, deploy, managed_list, stubs
+from thunderagent_workflows import Deployment, deploy, managed_list, stubs
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):

@@ -30,9 +30,9 @@ from thunderagent.simulator.engine.records import EngineConfig, EngineRequest, F
 from thunderagent.simulator.engine.timing import profile
 from thunderagent.simulator.figures.intervals import Interval
 from thunderagent.simulator.workloads.contexts import Context, TokenSpace
-from thunderagent.workflows import Deployment, deploy, stubs
-from thunderagent.workflows.hints import Hints
-from thunderagent.workflows.llm import turn_headers
+from thunderagent_workflows import Deployment, deploy, stubs
+from thunderagent_workflows.hints import Hints
+from thunderagent_workflows.llm import turn_headers
 
 HERE = "benchmarks.workflow_turns"
 PROFILE = "qwen3-14b-h100"

@@ -24,15 +24,15 @@ import uvloop
 from benchmarks import workflow_turns
 from benchmarks.machine import save_results
 from benchmarks.workflow_cases import CASES, compare
-from thunderagent.workflows import deploy, stubs
-from thunderagent.workflows.core import messages as m
-from thunderagent.workflows.core.call import Call, Maker, Outcome, Rules
-from thunderagent.workflows.core.controller import Controller
-from thunderagent.workflows.declare import Directives
-from thunderagent.workflows.globalloop import GlobalLevel
-from thunderagent.workflows.policies import srtf
-from thunderagent.workflows.store import MemoryStore
-from thunderagent.workflows.view import Act, View, summarize
+from thunderagent_workflows import deploy, stubs
+from thunderagent_workflows.core import messages as m
+from thunderagent_workflows.core.call import Call, Maker, Outcome, Rules
+from thunderagent_workflows.core.controller import Controller
+from thunderagent_workflows.declare import Directives
+from thunderagent_workflows.globalloop import GlobalLevel
+from thunderagent_workflows.policies import srtf
+from thunderagent_workflows.store import MemoryStore
+from thunderagent_workflows.view import Act, View, summarize
 
 PAPER_TABLE_4_MS = {
     1024: (1.2, 0.1),

@@ -32,7 +32,7 @@ _wanted_stamp() {
   {
     echo "$PWD"
     "$PYTHON" --version
-    cat pyproject.toml
+    cat pyproject.toml packages/thunderagent-{nova,workflows}/pyproject.toml
   } | "$PYTHON" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
 }
 
@@ -54,6 +54,9 @@ _set_up() {
     "$python" -m venv --clear .venv
   fi
   "$PYTHON" -m pip install --quiet --quiet --disable-pip-version-check --editable '.[dev,e2e,plots]'
+  # Without what they need besides: workflows' is among `dev`, and Nova's is heavy and not needed by most of its tests.
+  "$PYTHON" -m pip install --quiet --quiet --disable-pip-version-check --no-deps \
+    --editable packages/thunderagent-nova --editable packages/thunderagent-workflows
   _wanted_stamp >.venv/.stamp
 }
 

@@ -28,13 +28,13 @@ from thunderagent import errors
 from thunderagent.cli import build_parser
 from thunderagent.cli.serve import LIST_FIELDS
 from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
-from thunderagent.nova.metrics import GAUGES
 from thunderagent.programs import policies
 from thunderagent.programs.model import places, policy, view, views
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.proxy.judge.prompt import DEFAULT_PROMPT
 from thunderagent.simulator.engine.timing import load_profiles
 from thunderagent.tools.template import Template
+from thunderagent_nova.metrics import GAUGES
 
 ROOT = Path(__file__).parents[1]
 SAID = {"internal_error": "A bug of the proxy; its log has the trace."}
@@ -71,7 +71,7 @@ def templates() -> str:
 
 def directives() -> str:
     """Return the directives of a workflow's agents."""
-    from thunderagent.workflows.declare import Directives  # noqa: PLC0415 - an extra, which only its page needs
+    from thunderagent_workflows.declare import Directives  # noqa: PLC0415 - an extra, which only its page needs
 
     return _fields_of(Directives)
 
@@ -87,7 +87,7 @@ def _fields_of(model: type[BaseModel]) -> str:
 
 def workflow_policies() -> str:
     """Return the policies of workflows, as described by their modules."""
-    folder = ROOT / "thunderagent" / "workflows" / "policies"
+    folder = ROOT / "packages" / "thunderagent-workflows" / "thunderagent_workflows" / "policies"
     said = {path.stem: ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) for path in folder.glob("*.py")}
     names = sorted(said.keys() - {"__init__"})
     return table(("Policy", "Meaning"), [(f"`{name}`", (said[name] or "").partition(": ")[2]) for name in names])
@@ -118,6 +118,7 @@ def helps() -> Iterator[tuple[str, str]]:
 
 
 def _parsers(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    parser.format_help()  # a command may not know its commands before
     for action in parser._actions:  # noqa: SLF001 - argparse has no other way to its commands
         if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
             for word, inner in action.choices.items():

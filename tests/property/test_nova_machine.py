@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from thunderagent.nova.messages import (
+from thunderagent_nova.messages import (
     Arrived,
     Cancelled,
     Decision,
@@ -20,8 +20,8 @@ from thunderagent.nova.messages import (
     StartEncode,
     StartPrefill,
 )
-from thunderagent.nova.policy import PAPER
-from thunderagent.nova.scheduler import POLICIES, Scheduler
+from thunderagent_nova.policy import PAPER
+from thunderagent_nova.scheduler import POLICIES, Scheduler
 
 
 class Machine(RuleBasedStateMachine):

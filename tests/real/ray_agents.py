@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from thunderagent.workflows import managed_list, stubs
+from thunderagent_workflows import managed_list, stubs
 
 
 class Worker:

@@ -77,8 +77,7 @@ class Clients:
 def pids_of(cell: Any) -> dict[str, int]:
     """Return the process id of each actor, by name."""
     import ray  # noqa: PLC0415
-
-    from thunderagent.ray import _actors  # noqa: PLC0415
+    from ray_cell import _actors  # noqa: PLC0415
 
     return {name: ray.get(actor.pid.remote(), timeout=60) for name, actor in _actors(cell.name).items()}
 
@@ -122,15 +121,14 @@ async def restarted(name: str, pid: int) -> int:
 async def test_what_is_killed_comes_back_where_it_was(nodes: TwoNodes) -> None:
     """Kills a gateway and the scheduler, through their actors and directly."""
     import ray  # noqa: PLC0415
-
-    from thunderagent import ray as on_ray  # noqa: PLC0415
+    import ray_cell  # noqa: PLC0415
 
     async with engine("--speed", "4", kv_tokens=64_000, profile="demo") as behind:
-        cell = await asyncio.to_thread(on_ray.start, backends=[behind.url], **QUICK)
+        cell = await asyncio.to_thread(ray_cell.start, backends=[behind.url], **QUICK)
         assert len(cell.urls) == 2
         with pytest.raises(ConfigurationError, match="runs already"):
-            await asyncio.to_thread(on_ray.start, backends=[behind.url], **QUICK)
-        assert await asyncio.to_thread(on_ray.url) in cell.urls.values()
+            await asyncio.to_thread(ray_cell.start, backends=[behind.url], **QUICK)
+        assert await asyncio.to_thread(ray_cell.url) in cell.urls.values()
         urls = list(cell.urls.values())
         pids = await asyncio.to_thread(pids_of, cell)
         assert sorted(name.split("/")[1] for name in pids) == ["gateway", "gateway", "scheduler"]
@@ -167,20 +165,19 @@ async def test_what_is_killed_comes_back_where_it_was(nodes: TwoNodes) -> None:
         clients.check()
         await asyncio.to_thread(cell.stop, grace_s=5)
         await gone(again, last, *pids.values())
-        assert on_ray._actors(cell.name) == {}
-        on_ray.stop(cell.name)  # of a missing actor
+        assert ray_cell._actors(cell.name) == {}
+        ray_cell.stop(cell.name)  # of a missing actor
 
 
 async def test_two_schedulers_share_a_store(nodes: TwoNodes, redis: RedisServer) -> None:
     """They are on different nodes; one replaces the other at once."""
     import ray  # noqa: PLC0415
+    import ray_cell  # noqa: PLC0415
     from ray._private.state import actors  # noqa: PLC0415
-
-    from thunderagent import ray as on_ray  # noqa: PLC0415
 
     async with engine(kv_tokens=64_000) as behind:
         cell = await asyncio.to_thread(
-            on_ray.start, name="other", store=redis.url, backends=[behind.url], lock_s=1.0, **QUICK
+            ray_cell.start, name="other", store=redis.url, backends=[behind.url], lock_s=1.0, **QUICK
         )
         try:
             pids = await asyncio.to_thread(pids_of, cell)
@@ -206,11 +203,11 @@ async def test_two_schedulers_share_a_store(nodes: TwoNodes, redis: RedisServer)
 
 async def test_gateways_that_are_stopped_serve_for_their_delay(nodes: TwoNodes) -> None:
     """The delay is longer than the wait for a process after its grace period."""
-    from thunderagent import ray as on_ray  # noqa: PLC0415
+    import ray_cell  # noqa: PLC0415
 
-    delay_s = 2 * on_ray.CLOSE_S + 1
+    delay_s = 2 * ray_cell.CLOSE_S + 1
     async with engine(kv_tokens=64_000) as behind:
-        cell = await asyncio.to_thread(on_ray.start, backends=[behind.url], shutdown_delay_s=delay_s, **QUICK)
+        cell = await asyncio.to_thread(ray_cell.start, backends=[behind.url], shutdown_delay_s=delay_s, **QUICK)
         pids = await asyncio.to_thread(pids_of, cell)
         for url in cell.urls.values():
             await ready(url)
@@ -228,22 +225,23 @@ async def test_gateways_that_are_stopped_serve_for_their_delay(nodes: TwoNodes) 
 
 def test_what_cannot_be_is_said(nodes: TwoNodes) -> None:
     """Errors come before anything runs, or leave nothing behind."""
-    from thunderagent import ray as on_ray  # noqa: PLC0415
+    import ray_cell  # noqa: PLC0415
 
     with pytest.raises(ConfigurationError, match=r"scheduler .* does not start; Ray's logs"):
-        on_ray.start(name="wrong", policy="fastest", nodes=[nodes.second.node_id], **QUICK)
+        ray_cell.start(name="wrong", policy="fastest", nodes=[nodes.second.node_id], **QUICK)
     with pytest.raises(ConfigurationError, match="not alive"):
-        on_ray.start(name="wrong", nodes=["there"], **QUICK)
+        ray_cell.start(name="wrong", nodes=["there"], **QUICK)
     with pytest.raises(ConfigurationError, match="no cell wrong"):
-        on_ray.url("wrong")
-    assert on_ray._actors("wrong") == {}
+        ray_cell.url("wrong")
+    assert ray_cell._actors("wrong") == {}
 
 
 def test_keys_are_made_where_others_could_come() -> None:
     if importlib.util.find_spec("ray") is None:
         pytest.skip("no Ray here: test_workflows_ray.py runs this with it")
+    from ray_cell import _with_keys, environment_of  # noqa: PLC0415
+
     from thunderagent.config import ServeConfig  # noqa: PLC0415
-    from thunderagent.ray import _with_keys, environment_of  # noqa: PLC0415
 
     given: dict[str, Any] = {}
     assert _with_keys(given, ["127.0.0.1"]) == ("", "", {})
@@ -268,8 +266,9 @@ def test_settings_arrive_as_they_were_given() -> None:
     """Secrets, templates and values that are none do; what no environment variable can hold is refused."""
     if importlib.util.find_spec("ray") is None:
         pytest.skip("no Ray here: test_workflows_ray.py runs this with it")
+    from ray_cell import environment_of  # noqa: PLC0415
+
     from thunderagent.config import ServeConfig  # noqa: PLC0415
-    from thunderagent.ray import environment_of  # noqa: PLC0415
 
     given: dict[str, Any] = {
         "backend_api_key": SecretStr("a,b=c"),

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 MINORS = (11, 12, 13, 14)
+BESIDE = ("thunderagent-nova", "thunderagent-workflows")
+"""The packages of `packages/` that stand on thunderagent."""
 TURN = """client.chat.completions.create(
         model="simulated", messages=[{"role": "user", "content": "hello"}], max_tokens=4
     )"""
@@ -90,7 +92,7 @@ def names(path: Path) -> set[str]:
         return {name for name in archive.namelist() if ".dist-info/" not in name}
 
 
-@pytest.mark.parametrize("name", ["thunderagent", "thunderagent-client"])
+@pytest.mark.parametrize("name", ["thunderagent", "thunderagent-client", *BESIDE])
 def test_the_metadata_is_whole(built: Path, name: str) -> None:
     """It has what an index shows: one version, a page, a licence, supported Pythons; there is a source archive."""
     said = metadata(wheel(built, name))
@@ -122,6 +124,26 @@ def test_the_clients_wheel_is_the_client_alone(built: Path) -> None:
     modules = {f"thunderagent/client/{each.name}" for each in (ROOT / "thunderagent/client").glob("*.py")}
     assert names(path) == {*modules, "thunderagent/client/py.typed"}
     assert not metadata(path).requires_dist
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_a_wheel_beside_has_every_module_and_its_types(built: Path, name: str) -> None:
+    """And nothing of thunderagent's."""
+    here = ROOT / "packages" / name
+    modules = {str(path.relative_to(here)) for path in (here / name.replace("-", "_")).rglob("*.py")}
+    assert names(wheel(built, name)) == modules | {f"{name.replace('-', '_')}/py.typed"}
+
+
+def test_a_package_that_is_installed_adds_its_command(built: Path, tmp_path: Path) -> None:
+    """Without it the command says what to install."""
+    alone = environment(tmp_path / "alone", sys.executable, str(wheel(built, "thunderagent")))
+    workflow = [str(alone / "thunderagent"), "workflow", "stubs", "--help"]
+    done = subprocess.run(workflow, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "install thunderagent with the extra `workflows`" in done.stderr
+    pip = [str(alone / "python"), "-m", "pip", "install", "--quiet", str(wheel(built, "thunderagent-workflows"))]
+    subprocess.run(pip, check=True)
+    assert "the declaration" in subprocess.run(workflow, capture_output=True, text=True, check=True).stdout
 
 
 def environment(folder: Path, python: str, *packages: str) -> Path:

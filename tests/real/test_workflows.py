@@ -20,9 +20,9 @@ SCRIPT = """
 import asyncio, logging, sys
 from tests.unit.workflows.agents import only
 from redis import Redis
-from thunderagent.workflows import StoreError, deploy, managed_dict, redis_store, stubs
-from thunderagent.workflows.store import Decisions
-from thunderagent.workflows.view import Summary
+from thunderagent_workflows import StoreError, deploy, managed_dict, redis_store, stubs
+from thunderagent_workflows.store import Decisions
+from thunderagent_workflows.view import Summary
 
 URL, SERVER_PID = sys.argv[1], int(sys.argv[2])
 counts = managed_dict("counts")

@@ -18,7 +18,7 @@ import pytest
 from benchmarks.processes import thunderagent
 from scripts.docs_site import whole
 from tests.real.ray_cluster import MEMORY_BYTES, two_nodes
-from thunderagent.workflows import CallError, Deployment, LostError, deploy, stubs
+from thunderagent_workflows import CallError, Deployment, LostError, deploy, stubs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -17,12 +17,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 import thunderagent
+import thunderagent_nova
+import thunderagent_workflows
 from thunderagent.compilation import compiled_sources
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 PACKAGE = Path(thunderagent.__file__).parent
+PACKAGES = (PACKAGE, *(Path(str(each.__file__)).parent for each in (thunderagent_nova, thunderagent_workflows)))
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Module:
 
     @property
     def room(self) -> str:
-        """The part of the package that it belongs to; "" is the package's own `__init__`."""
+        """The part of thunderagent that it belongs to, "" its own `__init__`; or another package as a whole."""
         return room_of(self.name)
 
     def is_in(self, *prefixes: str) -> bool:
@@ -44,14 +47,17 @@ class Module:
 
 
 def room_of(dotted: str) -> str:
-    return dotted.split(".")[1] if "." in dotted else ""
+    package, _, inner = dotted.partition(".")
+    if package == "thunderagent":
+        return inner.partition(".")[0]
+    return package if package.startswith("thunderagent_") else ""
 
 
 @cache
 def all_modules() -> list[Module]:
     modules = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    for package, path in ((each, path) for each in PACKAGES for path in sorted(each.rglob("*.py"))):
+        parts = path.relative_to(package.parent).with_suffix("").parts
         is_package = parts[-1] == "__init__"
         name = ".".join(parts[:-1] if is_package else parts)
         modules.append(Module(name, ast.parse(path.read_text(), str(path)), is_package))
@@ -125,6 +131,8 @@ ARROWS: dict[str, frozenset[str]] = {
         {"errors", "programs", "leases", "runtime", "proxy", "backends", "compilation", "redis_failover"}
     ),
     "client": frozenset(),
+    # Says to whoever imports it where that is now.
+    "workflows": frozenset(),
     # A list of its own files that are compiled: setup.py loads it alone.
     "compilation": frozenset(),
     "log_lines": frozenset(),
@@ -133,18 +141,16 @@ ARROWS: dict[str, frozenset[str]] = {
     # Built once by the command line and passed down in slices: no other module may import it.
     "config": frozenset({"errors", "faults", "backends", "tools"}),
     "provision": frozenset({"errors", "programs", "backends", "tools"}),
-    # A separate engine behind the proxy, which knows it only by its answers: no other module imports it.
-    "nova": frozenset({"errors", "bodies"}),
-    # Above the proxy, which it knows by HTTP alone: no other module imports it.
-    "workflows": frozenset({"errors", "client", "redis_failover"}),
+    # Packages of their own, which nothing imports. The first is a separate engine behind the proxy, which knows it only
+    # by its answers, the second is above the proxy, which it knows by HTTP alone. `cli` has the set-up of logs.
+    "thunderagent_nova": frozenset({"errors", "bodies", "cli"}),
+    "thunderagent_workflows": frozenset({"client", "redis_failover"}),
     # Composes everything; the command line starts it.
     "serving": EVERY_ROOM - {"simulator"} | {"config"},
     # The same for the parts that several processes share.
     "scaling": EVERY_ROOM | {"config", "serving", "scale"},
     # Both in one command.
     "one_machine": EVERY_ROOM | {"config", "serving", "scaling"},
-    # Starts gateways and schedulers, which are commands, with Ray: no other module imports it.
-    "ray": frozenset({"errors", "config", "proxy", "serving"}),
     # Lets an Envoy carry the bytes: leases for it, beside a gateway or a whole proxy.
     "picker": frozenset({"errors", "leases", "proxy", "log_lines", "config", "policy_loader", "scaling", "serving"}),
     # A client of engines and of a proxy, which it can start itself.
@@ -160,10 +166,8 @@ ARROWS: dict[str, frozenset[str]] = {
         "bounded",
         "doctor",
         "log_lines",
-        "nova",
         "picker",
         "scale",
-        "workflows",
     },
     "__main__": frozenset({"cli"}),
 }
@@ -323,7 +327,7 @@ def wrong_imports(module: Module) -> Iterator[str]:
         return
     allowed = ARROWS[module.room] | {module.room, ""}
     for line, dotted in imports_of(module):
-        if is_under(dotted, "thunderagent") and room_of(dotted) in ARROWS and room_of(dotted) not in allowed:
+        if room_of(dotted) in ARROWS and room_of(dotted) not in allowed:
             yield f"{module.name}:{line}: {module.room or 'the package'} must not import {dotted}"
         if module.room == "" and is_under(dotted, "thunderagent"):
             yield f"{module.name}:{line}: the package itself imports nothing of its rooms, but {dotted}"
@@ -459,6 +463,10 @@ PURE_IMPORTS = {
     ),
     *("json", "math", "operator", "re", "types", "typing", "zlib"),
 }
+OWN_PURE_IMPORTS = (
+    *("thunderagent.errors", "thunderagent.programs"),
+    *("thunderagent_workflows.core", "thunderagent_workflows.errors"),
+)
 # `hash` of text and `id` differ between runs, so a replay could decide otherwise.
 IMPURE_CALLS = frozenset({"open", "print", "input", "exec", "eval", "compile", "__import__", "hash", "id"})
 
@@ -466,8 +474,7 @@ IMPURE_CALLS = frozenset({"open", "print", "input", "exec", "eval", "compile", "
 def impurities(module: Module) -> Iterator[str]:
     """Find ways for the core to use a clock, randomness, a loop, a log, the network or third-party code."""
     for line, dotted in imports_of(module):
-        own_rooms = ("errors", "programs", "workflows.core", "workflows.errors")
-        is_ours = any(is_under(dotted, f"thunderagent.{room}") for room in own_rooms)
+        is_ours = any(is_under(dotted, prefix) for prefix in OWN_PURE_IMPORTS)
         if not is_ours and dotted.split(".")[0] not in PURE_IMPORTS:
             yield f"{module.name}:{line}: the core must not import {dotted}"
     for node in ast.walk(module.tree):
@@ -534,7 +541,7 @@ BANNED = (
     Banned(
         "session",
         "program",
-        allowed_modules=(("thunderagent.workflows", "Nalar's word for what is a program at the proxy"),),
+        allowed_modules=(("thunderagent_workflows", "Nalar's word for what is a program at the proxy"),),
         allowed_names=(
             ("finish_session", "the path that SkyRL and the vLLM router call is named so"),
             ("session_id", "other people's field of a body"),
@@ -542,21 +549,18 @@ BANNED = (
         ),
     ),
     Banned("trajectory", "program"),
-    Banned("job", "program", allowed_modules=(("thunderagent.nova", "what a stage's thread is given to do"),)),
-    Banned("worker", "replica", allowed_modules=(("thunderagent.nova", "a thread that runs the passes of a stage"),)),
+    Banned("job", "program", allowed_modules=(("thunderagent_nova", "what a stage's thread is given to do"),)),
+    Banned("worker", "replica", allowed_modules=(("thunderagent_nova", "a thread that runs the passes of a stage"),)),
     Banned(
         "node",
         "replica",
-        allowed_modules=(
-            ("thunderagent.workflows", "a process that runs agents"),
-            ("thunderagent.ray", "Ray's word for a machine"),
-        ),
+        allowed_modules=(("thunderagent_workflows", "a process that runs agents"),),
     ),
     Banned(
         "slot",
         "lease",
         allowed_modules=(
-            ("thunderagent.nova", "room for one request in the KV cache"),
+            ("thunderagent_nova", "room for one request in the KV cache"),
             ("thunderagent.backends.nova", "as Nova's metrics say"),
         ),
     ),
@@ -575,7 +579,7 @@ BANNED = (
         "pause",
         allowed_modules=(
             ("thunderagent.simulator.engine.engine", "an engine evicts blocks"),
-            ("thunderagent.nova.slots", "an engine evicts slots"),
+            ("thunderagent_nova.slots", "an engine evicts slots"),
         ),
     ),
     Banned("park", "hold"),
@@ -835,7 +839,7 @@ def test_the_core_is_pure() -> None:
     """The cores know no clock, randomness, asyncio, logging, network or third-party package."""
     assert complaints(impurities, core()) == []
     assert (
-        complaints(impurities, [module for module in all_modules() if module.is_in("thunderagent.workflows.core")])
+        complaints(impurities, [module for module in all_modules() if module.is_in("thunderagent_workflows.core")])
         == []
     )
 

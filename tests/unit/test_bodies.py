@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from thunderagent.bodies import decode_body, flag_of
-from thunderagent.nova import chat
 from thunderagent.simulator.embedded import requests
+from thunderagent_nova import chat
 
 MESSAGES = [{"role": "user", "content": "1"}]
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import io
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from tests.loopback import on_loopback
 from thunderagent import __version__
 from thunderagent.calibrate import client as calibrate_client
 from thunderagent.cli import build_parser, main, status
+from thunderagent.cli.command_line import COMMANDS
 from thunderagent.cli.serve import FILE_FIELDS, LIST_FIELDS, ROLES, _options_as_given
 from thunderagent.compilation import build_kind
 from thunderagent.config import ServeConfig
@@ -269,6 +272,61 @@ def test_a_wrong_option_ends_with_2_and_one_clear_line(
     assert exit_status(*argv) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+HELLO = """
+def add_commands(parser):
+    parser.add_argument("--name", default="you")
+    parser.set_defaults(run=lambda args: print(f"hello {args.name}") or 0)
+"""
+
+
+def install(folder: Path, name: str, source: str) -> None:
+    """Lay out a package as pip does, which has a command of that name."""
+    (folder / f"{name}_package.py").write_text(source)
+    info = folder / f"{name}_package-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-package\nVersion: 1.0\nSummary: Say {name}\n")
+    (info / "entry_points.txt").write_text(f"[{COMMANDS}]\n{name} = {name}_package:add_commands\n")
+
+
+def test_an_installed_package_adds_its_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is listed with the package's line, is run, and takes the place of none of ours."""
+    install(tmp_path, "hello", HELLO)
+    install(tmp_path, "serve", HELLO)
+    install(tmp_path, "broken", "import no_such_module")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(["hello", "--name", "me"]) == 0
+    assert capsys.readouterr().out == "hello me\n"
+    assert re.search(r"^ +hello +say hello$", build_parser().format_help(), re.MULTILINE)
+    assert build_parser().parse_args(["serve", "--policy", "cap"]).policy == "cap"
+    assert exit_status("hello", "--nam", "me", "--nane", "x") == 2
+    assert "did you mean --name?" in capsys.readouterr().err
+    assert exit_status("broken") == 2
+    assert "broken: its package cannot be imported: No module named 'no_such_module'" in capsys.readouterr().err
+
+
+def test_packages_are_not_looked_up_for_a_command_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That would cost each start as long as half of its imports."""
+    install(tmp_path, "hello", HELLO)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "hello" in build_parser(["--help"]).format_help()
+    assert "hello" not in build_parser(["serve", "--port", "1"]).format_help()
+
+
+@pytest.mark.parametrize(("command", "extra"), [("nova", "nova"), ("workflow", "workflows")])
+def test_a_command_whose_package_is_missing_says_what_to_install(
+    command: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where nothing is installed at all."""
+    importlib.invalidate_caches()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert exit_status(command, "serve") == 2
+    assert (
+        f"error: argument COMMAND: {command}: install thunderagent with the extra `{extra}`;" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("policy", ["sticky", "fcfs", "autellix"])

@@ -6,18 +6,25 @@ import re
 import tomllib
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mypy import api
 from packaging.requirements import Requirement
 
 import thunderagent
+from thunderagent.cli.command_line import _PACKAGED
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PACKAGES = [
+    tomllib.loads((ROOT / "packages" / name / "pyproject.toml").read_text())["project"]
+    for name in ("thunderagent-nova", "thunderagent-workflows")
+]
 REQUIREMENTS = [
     Requirement(line)
-    for lines in (PROJECT["dependencies"], *PROJECT["optional-dependencies"].values())
+    for project in (PROJECT, *PACKAGES)
+    for lines in (project["dependencies"], *project.get("optional-dependencies", {}).values())
     for line in lines
 ]
 
@@ -47,9 +54,10 @@ def test_the_proxy_stands_on_no_client_that_nobody_mends() -> None:
 
 def test_an_extra_that_a_message_names_is_there() -> None:
     """How to install it depends on the source of the package, which is on no index."""
-    modules = [path.read_text() for path in (ROOT / "thunderagent").rglob("*.py")]
+    modules = [path.read_text() for folder in ("thunderagent", "packages") for path in (ROOT / folder).rglob("*.py")]
     message = re.compile(r"install thunderagent with the extra `([a-z0-9-]+)`")
     named = {name for text in modules for name in message.findall(text)}
+    named |= set(_PACKAGED.values())
     assert {"kubernetes", "kv-events", "nova", "otel", "plots"} <= named <= PROJECT["optional-dependencies"].keys()
     assert [text for text in modules if re.search(r"pip install '(?:\.|thunderagent)\[", text)] == []
 
@@ -59,6 +67,14 @@ def test_the_version_stands_in_one_place() -> None:
     assert "version" not in PROJECT
     assert PROJECT["dynamic"] == ["readme", "version"]
     assert re.fullmatch(r"\d+\.\d+\.\d+", thunderagent.__version__)
+
+
+@pytest.mark.parametrize("project", PACKAGES, ids=lambda project: project["name"])
+def test_a_package_beside_has_the_version_and_asks_for_no_later_minor_one(project: dict[str, Any]) -> None:
+    """A minor version may change what they import."""
+    major, minor, _ = map(int, thunderagent.__version__.split("."))
+    assert project["version"] == thunderagent.__version__
+    assert f"thunderagent>={thunderagent.__version__},<{major}.{minor + 1}" in project["dependencies"]
 
 
 def test_a_compiled_build_needs_none_of_them(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "thunderagent"
-ELSEWHERE = {"client", "nova", "simulator", "workflows"}
+ELSEWHERE = {"client", "simulator"}
 """Packages whose log is that of other processes than the proxy's, as the page says."""
 LEVEL_OF = {"warning": "warning", "error": "error", "exception": "error", "critical": "critical"}
 LOGGER = re.compile(r"(?:\blog|_log|logger)$|get_logger\(")

@@ -1,7 +1,7 @@
 """The command line.
 
 `thunderagent serve | scheduler | gateway | picker | doctor | engine | simulate | compare | calibrate | status | top |
-`thunderagent handover | key | replay | record | completion | nova serve | workflow`.
+`thunderagent handover | key | replay | record | completion`, and what other packages bring: `nova`, `workflow`.
 
 A command's modules are imported when it is asked for: an engine starts in a third of the time that all of them take.
 """
@@ -14,16 +14,25 @@ import argparse
 import gc
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from thunderagent import __version__
 from thunderagent.cli import logs, serve
 from thunderagent.cli.log_output import configure_logging
 from thunderagent.compilation import STALE, build_kind
-from thunderagent.errors import ConfigurationError, ThunderAgentError
+from thunderagent.errors import ThunderAgentError
 from thunderagent.faults import nearest_hint
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+COMMANDS = "thunderagent.commands"
+"""The entry points of packages that bring a command: its name, and a function that adds its options to its parser."""
+
+_PACKAGED = {"nova": "nova", "workflow": "workflows"}
+"""Commands of packages that belong to this project, with the extra that installs each."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -54,7 +63,10 @@ class _Parser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            error.message += nearest_hint(str(value), map(str, action.choices or ()))
+            if extra := action.metavar == "COMMAND" and _PACKAGED.get(value):
+                error.message = f"{value}: install thunderagent with the extra `{extra}`"
+            else:
+                error.message += nearest_hint(str(value), map(str, action.choices or ()))
             raise
 
     def format_help(self) -> str:
@@ -69,7 +81,8 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return the exit status: 0, 1 if it failed, 2 if it was asked wrongly."""
     gc.set_threshold(20_000, 20, 50)  # with Python's 700 it takes an eighth of the start, and finds nothing
-    args = build_parser().parse_args(argv)
+    line = sys.argv[1:] if argv is None else argv
+    args = build_parser(line).parse_args(line)
     if build_kind() == "stale":
         print(f"thunderagent: error: {STALE}", file=sys.stderr)
         return 2
@@ -83,8 +96,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands."""
+def build_parser(line: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """Return the parser of all commands; if `line` begins with one of ours, of ours alone.
+
+    Cost: those of other packages are looked up in all that is installed, which takes as long as half of our imports.
+    """
     parser = _Parser(
         prog="thunderagent",
         description="A program-aware reverse proxy for LLM agents in front of many vLLM and SGLang replicas.",
@@ -126,11 +142,8 @@ def build_parser() -> argparse.ArgumentParser:
         has_sections = name in serve.ROLES  # these have a help of their own
         commands.add_parser(name, help=help_text, add_options=add_options, add_help=not has_sections)
 
-    nova_parser = commands.add_parser("nova", help="serve a vision-language model to agents on one device")
-    nova_commands = nova_parser.add_subparsers(metavar="COMMAND", required=True)
-    nova_commands.add_parser("serve", help="serve it", add_options=_add_nova)
-    nova_commands.add_parser("sample", help="write a small random model to try it with", add_options=_add_nova_sample)
-    _add_workflow_commands(commands)
+    if not line or line[0] not in commands.choices:
+        _add_packages(commands)
     return parser
 
 
@@ -190,41 +203,22 @@ def _add_completion(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=lambda args: completion.run(args, build_parser()))
 
 
-def _add_nova(parser: argparse.ArgumentParser) -> None:
-    from thunderagent.nova import config
+def _add_packages(commands: Any) -> None:
+    """Add the commands of other packages, each with its package's one line."""
+    from importlib.metadata import entry_points
 
-    parser.description, parser.formatter_class = config.DESCRIPTION, _KEPT_LINES
-    config.add_arguments(parser)
-    parser.set_defaults(run=run_nova)
-
-
-def _add_nova_sample(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Write a small random model of the family of Qwen2.5-VL, 4 MB, for `nova serve`. What it says means nothing."
-    )
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where to; it is made if it is not there")
-    parser.set_defaults(run=run_nova_sample)
+    for point in sorted(entry_points(group=COMMANDS), key=lambda each: each.name):
+        if point.name not in commands.choices:  # ours stay
+            line = (point.dist.metadata["Summary"] if point.dist else "") or point.value
+            commands.add_parser(point.name, help=line[:1].lower() + line[1:], add_options=partial(_load_options, point))
 
 
-def _add_workflow_commands(commands: Any) -> None:
-    workflow_parser = commands.add_parser("workflow", help="agents as futures: write stubs, watch a deployment")
-    workflow_commands = workflow_parser.add_subparsers(metavar="COMMAND", required=True)
-    stubs_parser = workflow_commands.add_parser(
-        "stubs",
-        help="write an importable module for each agent of a declaration",
-        description="Write a typed, importable module for each agent that a YAML file declares, whose functions return "
-        "futures. Each declaration is held against its class first.",
-    )
-    stubs_parser.add_argument("file", type=Path, metavar="FILE", help="the declaration")
-    stubs_parser.add_argument("--out", type=Path, default=Path("stubs"), metavar="FOLDER", help="default: %(default)s")
-    stubs_parser.add_argument("--no-check", action="store_true", help="do not import the classes")
-    stubs_parser.set_defaults(run=run_workflow, command="run_stubs")
-    top_parser = workflow_commands.add_parser(
-        "top", help="show the instances and sessions of a deployment", description="Show a running deployment."
-    )
-    top_parser.add_argument("socket", type=Path, metavar="SOCKET", help="what `deploy(top=...)` was given")
-    top_parser.add_argument("--once", action="store_true", help="show it once instead of each second until Ctrl-C")
-    top_parser.set_defaults(run=run_workflow, command="run_top")
+def _load_options(point: EntryPoint, parser: argparse.ArgumentParser) -> None:
+    try:
+        add_options = point.load()
+    except ImportError as error:
+        parser.exit(2, f"thunderagent: error: {point.name}: its package cannot be imported: {error}\n")
+    add_options(parser)
 
 
 def run_doctor(args: argparse.Namespace) -> int:
@@ -233,36 +227,3 @@ def run_doctor(args: argparse.Namespace) -> int:
 
     configure_logging("critical", as_json=False)
     return command.run(args)
-
-
-def run_nova(args: argparse.Namespace) -> int:
-    """Serve a vision-language model until a signal."""
-    from thunderagent.nova.config import config_of
-
-    config = config_of(args)
-    try:
-        from thunderagent.nova import command  # and torch with it
-    except ModuleNotFoundError as error:
-        raise ConfigurationError(f"nova: install thunderagent with the extra `nova`: {error}") from error
-    configure_logging("info", as_json=False)
-    return command.run(config)
-
-
-def run_nova_sample(args: argparse.Namespace) -> int:
-    """Write a small random model to a folder."""
-    try:
-        from thunderagent.nova import sample
-    except ModuleNotFoundError as error:
-        raise ConfigurationError(f"nova: install thunderagent with the extra `nova`: {error}") from error
-    sample.write(args.folder)
-    return 0
-
-
-def run_workflow(args: argparse.Namespace) -> int:
-    """Write stubs, or show a running deployment."""
-    try:
-        from thunderagent.workflows import command
-    except ModuleNotFoundError as error:
-        raise ConfigurationError(f"workflows: install thunderagent with the extra `workflows`: {error}") from error
-    run: Callable[[argparse.Namespace], int] = getattr(command, args.command)
-    return run(args)

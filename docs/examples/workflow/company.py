@@ -1,7 +1,7 @@
 # company.py
 from openai import AsyncOpenAI
 
-from thunderagent.workflows.llm import async_http_client
+from thunderagent_workflows.llm import async_http_client
 
 
 class Model:

@@ -1,7 +1,7 @@
 # main.py
 from stubs import developer, planner, tester
 
-from thunderagent.workflows import deploy, managed_dict, settle
+from thunderagent_workflows import deploy, managed_dict, settle
 
 attempts = managed_dict("attempts")  # belongs to the session
 

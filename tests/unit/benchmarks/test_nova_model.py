@@ -21,8 +21,8 @@ from benchmarks.nova_model import (
     read_profile,
     run,
 )
-from thunderagent.nova.policy import PAPER, SplitPolicy, Static, adaptive_of, expected_wait_s
-from thunderagent.nova.scheduler import Scheduler
+from thunderagent_nova.policy import PAPER, SplitPolicy, Static, adaptive_of, expected_wait_s
+from thunderagent_nova.scheduler import Scheduler
 
 
 @cache

@@ -12,8 +12,8 @@ from typing import Any
 
 from aiohttp import web
 
-from thunderagent.nova.chat import ApiError, Json
-from thunderagent.nova.messages import (
+from thunderagent_nova.chat import ApiError, Json
+from thunderagent_nova.messages import (
     Arrived,
     Cancelled,
     DecodeDone,
@@ -31,9 +31,9 @@ from thunderagent.nova.messages import (
     Stats,
     Token,
 )
-from thunderagent.nova.policy import PAPER
-from thunderagent.nova.scheduler import Scheduler
-from thunderagent.nova.server import NovaServer
+from thunderagent_nova.policy import PAPER
+from thunderagent_nova.scheduler import Scheduler
+from thunderagent_nova.server import NovaServer
 
 IMAGE_TOKEN = 1
 TOKENS_OF_AN_IMAGE = 16

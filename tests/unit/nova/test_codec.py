@@ -13,9 +13,9 @@ pytest.importorskip("transformers", reason="the extra `nova` is not installed")
 from PIL import Image as Pictures  # noqa: E402
 
 from tests.unit.nova import folder, tiny  # noqa: E402
-from thunderagent.nova.chat import ApiError  # noqa: E402
-from thunderagent.nova.codec import Codec  # noqa: E402
-from thunderagent.nova.models import Vlm  # noqa: E402
+from thunderagent_nova.chat import ApiError  # noqa: E402
+from thunderagent_nova.codec import Codec  # noqa: E402
+from thunderagent_nova.models import Vlm  # noqa: E402
 
 IMAGE_PART = {"type": "image"}
 

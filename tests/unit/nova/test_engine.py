@@ -12,12 +12,12 @@ torch = pytest.importorskip("torch", reason="the extra `nova` is not installed")
 pytest.importorskip("transformers", reason="the extra `nova` is not installed")
 
 from tests.unit.nova import tiny  # noqa: E402
-from thunderagent.nova.engine import Engine, EngineConfig, EngineError  # noqa: E402
-from thunderagent.nova.messages import Prompt, Request, Stats  # noqa: E402
-from thunderagent.nova.models import Vlm  # noqa: E402
-from thunderagent.nova.partition import CorePool, NullPool  # noqa: E402
-from thunderagent.nova.policy import Static  # noqa: E402
-from thunderagent.nova.scheduler import POLICIES, Scheduler  # noqa: E402
+from thunderagent_nova.engine import Engine, EngineConfig, EngineError  # noqa: E402
+from thunderagent_nova.messages import Prompt, Request, Stats  # noqa: E402
+from thunderagent_nova.models import Vlm  # noqa: E402
+from thunderagent_nova.partition import CorePool, NullPool  # noqa: E402
+from thunderagent_nova.policy import Static  # noqa: E402
+from thunderagent_nova.scheduler import POLICIES, Scheduler  # noqa: E402
 
 SMALL = EngineConfig(slots=4, slot_tokens=128, batch_buckets=(1, 2), encode_group_layers=2)
 

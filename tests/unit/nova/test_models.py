@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="the extra `nova` is not installed")
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from tests.unit.nova import tiny  # noqa: E402
-from thunderagent.nova.models import UnsupportedModelError, Vlm  # noqa: E402
+from thunderagent_nova.models import UnsupportedModelError, Vlm  # noqa: E402
 
 TOKENS = 12
 

@@ -10,8 +10,8 @@ import pytest
 
 from thunderagent.cli import build_parser, main
 from thunderagent.errors import ConfigurationError
-from thunderagent.nova.config import POLICIES, NovaConfig, config_of, static_split
-from thunderagent.nova.scheduler import POLICIES as SCHEDULED
+from thunderagent_nova.config import POLICIES, NovaConfig, config_of, static_split
+from thunderagent_nova.scheduler import POLICIES as SCHEDULED
 
 
 def config(*options: str) -> NovaConfig:
@@ -59,7 +59,7 @@ def test_serving_the_proxy_imports_nothing_of_nova() -> None:
     code = (
         "import sys; from thunderagent.cli import build_parser; build_parser().parse_args(['serve']);"
         "import thunderagent.serving.serving;"
-        "print([name for name in sys.modules if name.startswith(('thunderagent.nova', 'torch', 'transformers'))])"
+        "print([name for name in sys.modules if name.startswith(('thunderagent_nova', 'torch', 'transformers'))])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"

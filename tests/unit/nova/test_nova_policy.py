@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from benchmarks.machine import RESULTS
 from benchmarks.nova_model import read_profile
-from thunderagent.nova.messages import Profile, SplitTimes
-from thunderagent.nova.policy import (
+from thunderagent_nova.messages import Profile, SplitTimes
+from thunderagent_nova.policy import (
     PAPER,
     Adaptive,
     Static,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from thunderagent.nova.messages import (
+from thunderagent_nova.messages import (
     Arrived,
     Cancelled,
     Decision,
@@ -18,8 +18,8 @@ from thunderagent.nova.messages import (
     StartEncode,
     StartPrefill,
 )
-from thunderagent.nova.policy import PAPER, Static
-from thunderagent.nova.scheduler import Scheduler, SchedulingError
+from thunderagent_nova.policy import PAPER, Static
+from thunderagent_nova.scheduler import Scheduler, SchedulingError
 
 PROMPT = 1000
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.unit.nova.fake_nova import PNG, TOKENS_OF_AN_IMAGE, CharacterCodec, FakeEngine, running_nova, until_idle
 from thunderagent.backends.nova import NovaBackend
-from thunderagent.nova.messages import Prompt
+from thunderagent_nova.messages import Prompt
 
 CHAT = "/v1/chat/completions"
 

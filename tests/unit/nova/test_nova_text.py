@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thunderagent.nova.text import TextStream
+from thunderagent_nova.text import TextStream
 
 
 def bytes_to_text(token_ids: Sequence[int]) -> str:

@@ -10,12 +10,12 @@ torch = pytest.importorskip("torch", reason="the extra `nova` is not installed")
 pytest.importorskip("transformers", reason="the extra `nova` is not installed")
 
 from tests.unit.nova import tiny  # noqa: E402
-from thunderagent.nova.graphs import Stepper  # noqa: E402
-from thunderagent.nova.messages import Request  # noqa: E402
-from thunderagent.nova.models import Vlm  # noqa: E402
-from thunderagent.nova.offload import NullCopier, OffloadRing, resident_layers  # noqa: E402
-from thunderagent.nova.partition import NullPool  # noqa: E402
-from thunderagent.nova.workers import Job, Stages, Turn  # noqa: E402
+from thunderagent_nova.graphs import Stepper  # noqa: E402
+from thunderagent_nova.messages import Request  # noqa: E402
+from thunderagent_nova.models import Vlm  # noqa: E402
+from thunderagent_nova.offload import NullCopier, OffloadRing, resident_layers  # noqa: E402
+from thunderagent_nova.partition import NullPool  # noqa: E402
+from thunderagent_nova.workers import Job, Stages, Turn  # noqa: E402
 
 LAYERS = 9
 

@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the extra `nova` is not installed")
 
-from thunderagent.nova.partition import DECODE, CorePool, GreenPool, NullPool, PartitionError, nearest  # noqa: E402
+from thunderagent_nova.partition import DECODE, CorePool, GreenPool, NullPool, PartitionError, nearest  # noqa: E402
 
 SMS = 132
 GRANULE = 8

@@ -11,13 +11,13 @@ torch = pytest.importorskip("torch", reason="the extra `nova` is not installed")
 pytest.importorskip("transformers", reason="the extra `nova` is not installed")
 
 from tests.unit.nova import tiny  # noqa: E402
-from thunderagent.nova.engine import Engine, EngineConfig  # noqa: E402
-from thunderagent.nova.messages import Profile, Request, SplitTimes  # noqa: E402
-from thunderagent.nova.models import Vlm  # noqa: E402
-from thunderagent.nova.partition import CorePool, NullPool  # noqa: E402
-from thunderagent.nova.profile import Subject, load, measure, save, warm  # noqa: E402
-from thunderagent.nova.scheduler import Scheduler  # noqa: E402
-from thunderagent.nova.workers import Turn  # noqa: E402
+from thunderagent_nova.engine import Engine, EngineConfig  # noqa: E402
+from thunderagent_nova.messages import Profile, Request, SplitTimes  # noqa: E402
+from thunderagent_nova.models import Vlm  # noqa: E402
+from thunderagent_nova.partition import CorePool, NullPool  # noqa: E402
+from thunderagent_nova.profile import Subject, load, measure, save, warm  # noqa: E402
+from thunderagent_nova.scheduler import Scheduler  # noqa: E402
+from thunderagent_nova.workers import Turn  # noqa: E402
 
 
 def subject(pool) -> Subject:

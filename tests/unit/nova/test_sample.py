@@ -12,8 +12,8 @@ pytest.importorskip("transformers", reason="the extra `nova` is not installed")
 from tests.unit.nova import folder  # noqa: E402
 from tests.unit.nova.test_models import staged  # noqa: E402
 from thunderagent.cli import main  # noqa: E402
-from thunderagent.nova.codec import Codec  # noqa: E402
-from thunderagent.nova.models import Vlm  # noqa: E402
+from thunderagent_nova.codec import Codec  # noqa: E402
+from thunderagent_nova.models import Vlm  # noqa: E402
 
 
 def test_the_sample_model_answers_a_chat_with_two_images_beside_each_other(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from thunderagent.nova.messages import Image, Prompt
+from thunderagent_nova.messages import Image, Prompt
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "glm4v", "internvl")
 IMAGE, START, END = 100, 101, 102

@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from thunderagent.workflows import Preempted, SessionEndedError, checkpoint, managed_dict, managed_list, stubs
+from thunderagent_workflows import Preempted, SessionEndedError, checkpoint, managed_dict, managed_list, stubs
 
 
 class Echo:

@@ -6,12 +6,12 @@ import asyncio
 import pickle
 from typing import TYPE_CHECKING, Any
 
-from thunderagent.workflows.host import Hello, Host
-from thunderagent.workflows.hub import PeerLostError
+from thunderagent_workflows.host import Hello, Host
+from thunderagent_workflows.hub import PeerLostError
 
 if TYPE_CHECKING:
-    from thunderagent.workflows.declare import Agent
-    from thunderagent.workflows.parcels import Parcel
+    from thunderagent_workflows.declare import Agent
+    from thunderagent_workflows.parcels import Parcel
 
 
 class LocalPeer:

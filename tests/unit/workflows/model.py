@@ -6,12 +6,12 @@ import copy
 from collections import Counter, defaultdict, deque
 from typing import TYPE_CHECKING, Any
 
-from thunderagent.workflows.core import messages as m
-from thunderagent.workflows.core.call import Call, Maker, Outcome, Record, Rules
-from thunderagent.workflows.core.controller import Controller
-from thunderagent.workflows.core.directory import Directory
-from thunderagent.workflows.core.origin import DIRECTORY, Origin
-from thunderagent.workflows.core.router import agent_of
+from thunderagent_workflows.core import messages as m
+from thunderagent_workflows.core.call import Call, Maker, Outcome, Record, Rules
+from thunderagent_workflows.core.controller import Controller
+from thunderagent_workflows.core.directory import Directory
+from thunderagent_workflows.core.origin import DIRECTORY, Origin
+from thunderagent_workflows.core.router import agent_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from thunderagent.workflows import StoreError
-from thunderagent.workflows.store import MemoryStore
+from thunderagent_workflows import StoreError
+from thunderagent_workflows.store import MemoryStore
 
 TURNS_COUNT = 50
 """Turns of the loop that a slow answer takes: more than a call with its value does."""

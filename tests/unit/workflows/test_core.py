@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.workflows.model import Model
-from thunderagent.workflows.core.moves import Moves
+from thunderagent_workflows.core.moves import Moves
 
 STEPS_COUNT = 60
 

@@ -17,11 +17,11 @@ import yaml
 import thunderagent
 from tests.unit.workflows.agents import AGENTS, HERE, only
 from thunderagent.cli import main as cli
-from thunderagent.workflows import DeclarationError, deploy
-from thunderagent.workflows.declare import load_agents
-from thunderagent.workflows.instance import load_class
-from thunderagent.workflows.stubs import GIVEN_DIRECTIVES
-from thunderagent.workflows.type_check import takes
+from thunderagent_workflows import DeclarationError, deploy
+from thunderagent_workflows.declare import load_agents
+from thunderagent_workflows.instance import load_class
+from thunderagent_workflows.stubs import GIVEN_DIRECTIVES
+from thunderagent_workflows.type_check import takes
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.workflows.agents import Patient, only
 from tests.unit.workflows.elsewhere import LocalLauncher
-from thunderagent.workflows import (
+from thunderagent_workflows import (
     Act,
     CallError,
     DeclarationError,
@@ -210,7 +210,7 @@ async def test_what_cannot_move_fails_with_all_that_needs_it() -> None:
 
 class Hoarder(Patient):
     async def keep(self, what: str) -> None:
-        from thunderagent.workflows import managed_dict  # noqa: PLC0415 - so that the module has none
+        from thunderagent_workflows import managed_dict  # noqa: PLC0415 - so that the module has none
 
         managed_dict("things")[what] = {"lock": threading.Lock(), "strange": StrangeError(1, 2)}.get(what)
 

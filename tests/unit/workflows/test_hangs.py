@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from tests.unit.workflows.agents import Blocking, only
-from thunderagent.workflows import (
+from thunderagent_workflows import (
     CallError,
     DeadlockError,
     Deployment,
@@ -27,9 +27,9 @@ from thunderagent.workflows import (
     settle_async,
     stubs,
 )
-from thunderagent.workflows.circles import find_circle
-from thunderagent.workflows.future import Handle, Waiting, handle_of
-from thunderagent.workflows.node import Node
+from thunderagent_workflows.circles import find_circle
+from thunderagent_workflows.future import Handle, Waiting, handle_of
+from thunderagent_workflows.node import Node
 
 CALM: dict[str, Any] = {"policies": (), "period_s": 0.01}
 PATIENCE_S = 10.0

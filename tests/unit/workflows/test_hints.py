@@ -9,9 +9,9 @@ import pytest
 
 from tests.unit.client.support import FakeProxy, fake_proxy
 from tests.unit.workflows.elsewhere import LocalLauncher
-from thunderagent.workflows import LostError, deploy, settle_async, stubs
-from thunderagent.workflows.hints import Hints
-from thunderagent.workflows.llm import turn_headers
+from thunderagent_workflows import LostError, deploy, settle_async, stubs
+from thunderagent_workflows.hints import Hints
+from thunderagent_workflows.llm import turn_headers
 
 CALM: dict[str, Any] = {"policies": (), "period_s": 0.01}
 TOOL_S = [5.0]

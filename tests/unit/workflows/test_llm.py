@@ -9,8 +9,8 @@ import httpx2
 import pytest
 
 from tests.unit.workflows.agents import AGENTS
-from thunderagent.workflows import WorkflowError, deploy, stubs
-from thunderagent.workflows.llm import ProgramHook, base_url
+from thunderagent_workflows import WorkflowError, deploy, stubs
+from thunderagent_workflows.llm import ProgramHook, base_url
 
 PROXY = "http://127.0.0.1:8300"
 

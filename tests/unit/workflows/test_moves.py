@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.unit.workflows.model import Model
-from thunderagent.workflows.core import messages as m
-from thunderagent.workflows.core.call import Call, Maker, Outcome, Rules
-from thunderagent.workflows.core.controller import Controller
-from thunderagent.workflows.errors import LostError, SessionEndedError
+from thunderagent_workflows.core import messages as m
+from thunderagent_workflows.core.call import Call, Maker, Outcome, Rules
+from thunderagent_workflows.core.controller import Controller
+from thunderagent_workflows.errors import LostError, SessionEndedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

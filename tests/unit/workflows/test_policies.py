@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from thunderagent.workflows import DeclarationError, policies
-from thunderagent.workflows.core import messages as m
-from thunderagent.workflows.declare import Directives
-from thunderagent.workflows.globalloop import without
-from thunderagent.workflows.store import Decisions
-from thunderagent.workflows.view import Act, Line, Summary, View, load_policy
+from thunderagent_workflows import DeclarationError, policies
+from thunderagent_workflows.core import messages as m
+from thunderagent_workflows.declare import Directives
+from thunderagent_workflows.globalloop import without
+from thunderagent_workflows.store import Decisions
+from thunderagent_workflows.view import Act, Line, Summary, View, load_policy
 
 
 def view_of(agents: dict[str, Any], *summaries: Summary, resources: Any = None, now_s: float = 100.0) -> View:

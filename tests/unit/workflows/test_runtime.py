@@ -13,7 +13,7 @@ import pytest
 
 from tests.unit.workflows.agents import AGENTS, HERE, Blocking, Holder, Patient, only
 from tests.unit.workflows.elsewhere import LocalLauncher
-from thunderagent.workflows import (
+from thunderagent_workflows import (
     CallError,
     DeadlockError,
     Deployment,
@@ -31,9 +31,9 @@ from thunderagent.workflows import (
     settle_async,
     stubs,
 )
-from thunderagent.workflows.future import MAY_HOLD_FUTURES, holds_future
-from thunderagent.workflows.store import Decisions, MemoryStore
-from thunderagent.workflows.view import Act, Line, Summary, View
+from thunderagent_workflows.future import MAY_HOLD_FUTURES, holds_future
+from thunderagent_workflows.store import Decisions, MemoryStore
+from thunderagent_workflows.view import Act, Line, Summary, View
 
 CALM = {"policies": (), "period_s": 0.01}
 
@@ -214,7 +214,7 @@ def test_a_value_may_change_while_it_is_searched(monkeypatch: pytest.MonkeyPatch
             rows[len(rows)] = "more"
             return super().__contains__(kind)
 
-    monkeypatch.setattr("thunderagent.workflows.future.MAY_HOLD_FUTURES", Changing(MAY_HOLD_FUTURES))
+    monkeypatch.setattr("thunderagent_workflows.future.MAY_HOLD_FUTURES", Changing(MAY_HOLD_FUTURES))
     assert holds_future(rows) is False
     assert len(rows) > 2
 
@@ -782,7 +782,7 @@ async def test_a_call_that_is_through_is_not_interrupted(monkeypatch: pytest.Mon
 
 
 def _priorities(changes: dict[str, float]) -> Any:
-    from thunderagent.workflows.core.messages import SetPriorities  # noqa: PLC0415
+    from thunderagent_workflows.core.messages import SetPriorities  # noqa: PLC0415
 
     return SetPriorities(changes)
 

@@ -13,12 +13,12 @@ from tests.unit.client.support import fake_proxy
 from tests.unit.workflows.agents import Patient, only
 from tests.unit.workflows.elsewhere import LocalLauncher
 from tests.unit.workflows.shelf import Shelf
-from thunderagent.workflows import CallError, Deployment, SessionEndedError, deploy, managed_list, stubs
-from thunderagent.workflows.core import messages as m
-from thunderagent.workflows.core.directory import Directory
-from thunderagent.workflows.llm import turn_headers
-from thunderagent.workflows.node import Node
-from thunderagent.workflows.scope import Scope
+from thunderagent_workflows import CallError, Deployment, SessionEndedError, deploy, managed_list, stubs
+from thunderagent_workflows.core import messages as m
+from thunderagent_workflows.core.directory import Directory
+from thunderagent_workflows.llm import turn_headers
+from thunderagent_workflows.node import Node
+from thunderagent_workflows.scope import Scope
 
 
 async def hear(text: str) -> Any:

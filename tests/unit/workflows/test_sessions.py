@@ -16,8 +16,8 @@ from tests.unit.client.support import fake_proxy
 from tests.unit.workflows.agents import Patient, only
 from tests.unit.workflows.elsewhere import LocalLauncher
 from tests.unit.workflows.shelf import Shelf
-from thunderagent.workflows import Deployment, StoreError, deploy, managed_dict, stubs
-from thunderagent.workflows.llm import turn_headers
+from thunderagent_workflows import Deployment, StoreError, deploy, managed_dict, stubs
+from thunderagent_workflows.llm import turn_headers
 
 notes = managed_dict("notes")
 
@@ -221,7 +221,7 @@ async def test_redis_keeps_each_value_that_it_can(
     package = SimpleNamespace(asyncio=SimpleNamespace(Redis=client), exceptions=errors)
     for name, module in {"": package, ".asyncio": package.asyncio, ".exceptions": package.exceptions}.items():
         monkeypatch.setitem(sys.modules, f"redis{name}", module)
-    found = importlib.util.find_spec("thunderagent.workflows.redis_store")
+    found = importlib.util.find_spec("thunderagent_workflows.redis_store")
     assert found is not None
     assert found.loader is not None
     redis_store = importlib.util.module_from_spec(found)

@@ -14,9 +14,9 @@ import pytest
 
 from tests.unit.workflows.agents import only
 from thunderagent.cli import main as cli
-from thunderagent.workflows import CallError, command, deploy, settle, stubs
-from thunderagent.workflows.command import read_snapshot
-from thunderagent.workflows.timeline import stages
+from thunderagent_workflows import CallError, command, deploy, settle, stubs
+from thunderagent_workflows.command import read_snapshot
+from thunderagent_workflows.timeline import stages
 
 if TYPE_CHECKING:
     from pathlib import Path
