@@ -101,7 +101,7 @@ ENDPOINTS = {
     *("init_weight_transfer", "init_broadcaster", "init_weights_send_group_for_remote_instance"),
     *("send_weights_to_remote_instance", "workers", "list_workers", "weight_sync", "leases", "rollouts"),
     *("get_load", "get_loads", "end", "release", "scheduler"),
-    *("add_worker", "remove_worker"),
+    *("add_worker", "remove_worker", "profiles"),
     *("health_generate", "model_info", "server_info", "get_server_info", "open_session", "close_session"),
     "min",  # a column of a benchmark's table
 }

@@ -117,6 +117,7 @@ class Logs(Slice):
     log_format: Literal["auto", "console", "json"] = Field(
         "auto", description="console for people, json for one object a line; auto is console on a terminal"
     )
+    profiles: bool = Field(False, description="measure where the time of each program goes, for GET /profiles")
     access_log: bool = Field(False, description="log a line for each request, besides those of turns")
     otlp_endpoint: str = Field(
         "", description="base URL of an OpenTelemetry collector (OTLP over HTTP), as http://127.0.0.1:4318; none: off"

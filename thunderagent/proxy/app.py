@@ -17,6 +17,7 @@ from thunderagent.proxy.admin.keys import KeyHandlers
 from thunderagent.proxy.admin.live import Live
 from thunderagent.proxy.admin.openapi import OpenApi
 from thunderagent.proxy.admin.operations import Operations, Provisioner
+from thunderagent.proxy.admin.profiles import Profiles
 from thunderagent.proxy.admin.replica_routes import ReplicaHandlers, SourceCollector
 from thunderagent.proxy.admin.rollouts import RolloutHandlers
 from thunderagent.proxy.admin.sandboxes import SandboxCollector, Sandboxes, SandboxHandlers
@@ -113,6 +114,7 @@ def build_app(
     judge: Judge | None = None,
     rollouts: RolloutSettings | None = None,
     fence: FenceSettings | None = None,
+    profiles: bool = False,
     simulated: bool = False,
     further_routes: Iterable[web.RouteDef] = (),
     cell: Callable[[], CellReport] | None = None,
@@ -210,6 +212,7 @@ def build_app(
         *leases.routes(),
         *sandbox_handlers.routes(),
         *RolloutHandlers(recorded, tenancy).routes(),
+        *Profiles(runtime, tenancy, is_on=profiles).routes(),
         *BetweenTurns(runtime, tenancy).routes(),
         *Admin(runtime, replicas, registry, tenancy, sandboxes, turn_settings.identity.tokens, cell).routes(),
         *ReplicaHandlers(runtime, replicas, discovery).routes(),

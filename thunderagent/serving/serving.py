@@ -297,6 +297,7 @@ async def proxy(
             judge=judge,
             rollouts=rollout_settings_of(config),
             fence=fence_settings_of(config),
+            profiles=config.profiles,
             simulated=simulated,
             further_routes=other.routes() if other is not None else (),
             cell=other.report if other is not None else None,

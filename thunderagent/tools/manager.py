@@ -153,6 +153,9 @@ class Manager:
         self._classes = {name: template_name for template_name, t in templates.items() for name in t.program_classes}
         self._seen: set[str] = set()
         """Programs that were given their class's sandboxes; they may have let them go since."""
+        self._named: dict[str, set[str]] = {}
+        """Containers that turns of live programs named, which are taken over, or will be."""
+        self._refused_names = False
         self._given_up: set[tuple[str, str]] = set()
         """By driver and handle, given sandboxes that could not be removed and are still there."""
         self._reclaimed: set[tuple[str, str]] = set()
@@ -284,6 +287,43 @@ class Manager:
         except SandboxError as error:  # the turn goes on: a sandbox is help, not a precondition
             log.warning("sandbox_failed", program_ids=[program_id], template=name, code=error.code, why=error.message)
 
+    def sandboxes_named(self, program_id: str, names: Sequence[str], tenant: str = "") -> None:
+        """Take over containers that a turn names; each turn may name them again. Does not wait for the engine.
+
+        Raises `RequestError`.
+        """
+        if not self.settings.takes_specs or "docker" not in self._drivers:
+            if not self._refused_names:
+                self._refused_names = True  # each turn would say it
+                log.warning("docker_ids_ignored", program_id=program_id, why="they need sandbox_specs, and docker")
+            return
+        known = self._named.setdefault(program_id, set())
+        news = [name for name in dict.fromkeys(names) if name not in known][: MOST_SANDBOXES_COUNT - len(known)]
+        if news and self._group is not None and not self._closing:
+            self._programs.open(program_id, tenant)
+            known.update(news)
+            for name in news:
+                self._group.create_task(self._take_over(program_id, name, known))
+
+    async def _take_over(self, program_id: str, name: str, known: set[str]) -> None:
+        """Register a container that a turn named; one whose program has ended meanwhile is removed."""
+        try:
+            place = await self._adopt(SandboxRequest(handle=name, driver="docker"))
+        except SandboxRefusedError:  # a sandbox of ours, which goes with its program anyway
+            return
+        except ThunderAgentError as error:
+            log.warning("sandbox_not_taken", driver="docker", handle=name, why=error.message)
+            known.discard(name)  # the next turn may name it again
+            return
+        except Exception:  # one container must not end the proxy
+            log.exception("sandbox_driver_failed", driver="docker")
+            return
+        assert place is not None
+        sandbox = self._register("docker", program_id, place)
+        if self._named.get(program_id) is not known:
+            self._leave(sandbox, program_id, "its program ended")
+        self._changed.set()
+
     def of_program(self, program_id: str) -> list[Report]:
         """Report on a program's sandboxes, oldest first."""
         return [self._report(sandbox) for sandbox in self.table.of_program(program_id)]
@@ -324,6 +364,7 @@ class Manager:
         for decision in decisions:
             if type(decision) is Release:
                 self._seen.discard(decision.program_id)
+                self._named.pop(decision.program_id, None)
                 self._program_ended(decision.program_id, f"its program ended: {decision.reason.value}")
             elif isinstance(decision, Grant | Restore) and decision.program_id is not None:
                 if isinstance(decision, Grant):  # what still runs beside a turn is no tool to wait for

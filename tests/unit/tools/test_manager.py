@@ -29,7 +29,7 @@ from thunderagent.errors import (
 )
 from thunderagent.programs.model.decisions import Grant, Reason, Release, Restore
 from thunderagent.programs.model.events import Tick
-from thunderagent.tools.base import Owner, Usage
+from thunderagent.tools.base import Owner, Place, Usage
 from thunderagent.tools.contact import ContactSettings
 from thunderagent.tools.manager import Manager, ManagerSettings
 from thunderagent.tools.sandbox import Caps, Stage
@@ -895,3 +895,54 @@ async def test_an_engine_that_hangs_keeps_no_other_from_reclaiming() -> None:
     finally:
         task.cancel()
         await asyncio.wait([task])
+
+
+async def test_a_container_that_turns_name_goes_with_its_program() -> None:
+    """Each turn names it again, and it is looked up once; one that is not there yet is looked up again."""
+    async with running() as world:
+        world.driver.put("box", {})
+        for _ in range(3):
+            world.manager.sandboxes_named("p", ["box", "box", "nowhere"])
+        await world.until(lambda: world.manager.of_program("p"))
+        (report,) = world.manager.of_program("p")
+        assert (report["handle"], report["given"], report["stage"]) == ("box", True, "in_use")
+        assert world.programs.opened == ["p"]
+        world.driver.put("nowhere", {})
+        world.manager.sandboxes_named("p", ["box", "nowhere"])
+        await world.until(lambda: len(world.manager.of_program("p")) == 2)
+        world.releases("p")
+        await world.until(lambda: sorted(world.driver.reclaimed) == ["box", "nowhere"])
+
+
+async def test_a_container_whose_program_ended_while_it_was_looked_up_is_removed() -> None:
+    """The program does not begin again by it."""
+    async with running() as world:
+        world.driver.put("box", {})
+        world.manager.sandboxes_named("p", ["box"])
+        world.releases("p")
+        await world.until(lambda: world.driver.reclaimed == ["box"])
+        assert world.manager.of_program("p") == []
+        assert world.programs.opened == ["p"]
+
+
+async def test_containers_of_clients_that_are_not_trusted_are_ignored_and_said_once() -> None:
+    """The turn goes on."""
+    async with running(settings=replace(FAST, takes_specs=False)) as world:
+        world.driver.put("box", {})
+        with structlog.testing.capture_logs() as logs:
+            for _ in range(3):
+                world.manager.sandboxes_named("p", ["box"])
+        assert [each["event"] for each in logs] == ["docker_ids_ignored"]
+        assert (world.programs.opened, world.manager.all()) == ([], [])
+
+
+async def test_an_unexpected_error_of_a_named_container_stops_nothing() -> None:
+    """The manager goes on."""
+    async with running() as world:
+
+        async def adopt(name: str, reclaim_url: str) -> Place:
+            raise ZeroDivisionError
+
+        world.driver.adopt = adopt  # type: ignore[method-assign]
+        world.manager.sandboxes_named("p", ["box"])
+        assert (await world.has_ready("q"))["stage"] == "ready"

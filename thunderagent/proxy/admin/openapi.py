@@ -47,6 +47,7 @@ from thunderagent.proxy.admin.operations import (
     RouteReport,
     RouteRequest,
 )
+from thunderagent.proxy.admin.profiles import ProfileReport, ProfilesReport
 from thunderagent.proxy.admin.replica_routes import AddRequest, ReplicaRemovedReport, ReplicasChangedReport
 from thunderagent.proxy.admin.reports import SORTS, ProgramPage, QueueReport, ToolsReport
 from thunderagent.proxy.admin.rollouts import MAX_ROLLOUTS_COUNT, VIEWS
@@ -210,6 +211,8 @@ OPERATIONS: tuple[Operation, ...] = (
         },
         answer_type="application/jsonl",
     ),
+    Operation("GET", "/profiles", (ProfilesReport,)),
+    Operation("GET", "/profiles/{program_id}", (ProfileReport,)),
     Operation("GET", "/replicas", (ReplicasReport,)),
     Operation("GET", "/operations", (OperationsReport,)),
     Operation("POST", "/operations/route", (RouteReport,), body=(RouteRequest,)),

@@ -55,6 +55,9 @@ class Sandboxes(Protocol):
     def program_seen(self, program_id: str, program_class: str, tenant: str = "") -> None:
         """Prepare what programs of a class get. A new program belongs to that tenant."""
 
+    def sandboxes_named(self, program_id: str, names: Sequence[str], tenant: str = "") -> None:
+        """Take over containers that a turn of a program named, if clients may bring theirs."""
+
     def feed(self, program_id: str | None = None) -> AbstractAsyncContextManager[asyncio.Queue[Said | None]]:
         """Provide a queue of reports, one for each change, of one program or of all; None ends it."""
 

@@ -113,6 +113,7 @@ _ROWS: tuple[tuple[Access, str, str] | tuple[Access, str, str, int], ...] = (
     (DATA, "DELETE", "/programs/{}/sandboxes/{}"),
     (DATA, "GET DELETE", "/programs/{}/trajectory"),  # of its tenant
     (DATA, "GET", "/rollouts"),  # of its tenant
+    (DATA, "GET", "/profiles/{}"),  # of its tenant
     (DATA, "GET", "/sandboxes/events"),  # for all programs, the handler asks for an admin key
     (DATA, "POST", "/finish_session"),
     (DATA, "POST", "/sessions/batch_delete", IDS_BODY_BYTES),
@@ -122,6 +123,7 @@ _ROWS: tuple[tuple[Access, str, str] | tuple[Access, str, str, int], ...] = (
     # What an operator calls.
     (ADMIN, "GET", "/queue"),
     (ADMIN, "GET", "/tools"),
+    (ADMIN, "GET", "/profiles"),
     (ADMIN, "GET", "/sandboxes"),
     (ADMIN, "GET", "/events"),
     (ADMIN, "GET", "/summary"),

@@ -40,6 +40,7 @@ SIDE_CALL_TOKEN_FIELDS: Final[tuple[str, ...]] = ("tokens", "input", "prompt", "
 
 _BUILT_FIELDS: Final[tuple[str, ...]] = (
     "program_id",
+    "docker_ids",
     "extra_body",
     "stream",
     "stream_options",

@@ -2,8 +2,9 @@
 
 The first hit wins: the path (`/p/{program_id}/v1/...`), then headers, then fields of the body: ours, and those in which
 agent frameworks, coding agents and trainers name a request's conversation. A field that several agents may share names
-a bucket: its programs are told apart by their prompts (`inference.py`). Only the field that we defined,
-`program_id`, is removed from the body, and only its bytes: whatever else the client sent reaches the engine unchanged.
+a bucket: its programs are told apart by their prompts (`inference.py`). Only fields for a
+proxy, `program_id` and `docker_ids`, are removed from the body, and only their bytes: whatever else the client sent
+reaches the engine unchanged.
 Others' ids of requests, traces or correlations never name a program: they change with each turn.
 """
 
@@ -61,6 +62,12 @@ from thunderagent.proxy.reading.prefix import holds_token_ids, prefix_of
 
 _OPENAI: Final = OpenAI()
 
+OURS: Final = ("program_id", "docker_ids")
+"""What is removed from a body, and from its `extra_body`."""
+
+MAX_DOCKER_IDS_COUNT: Final = 64
+"""Further ones of a body are ignored."""
+
 MAX_ID_CHARS: Final = 256
 """A longer id of a request is not kept: nobody could abort it by that."""
 
@@ -107,6 +114,8 @@ class TurnRequest(NamedTuple):
     """The client's own id for the request, by which engines abort it; empty if it gave none."""
     bucket: str = ""
     """What several programs may share, if nothing names its program: that is inferred among those of the bucket."""
+    docker_ids: tuple[str, ...] = ()
+    """Containers that are to go with its program."""
 
 
 class SideCallRequest(NamedTuple):
@@ -221,6 +230,7 @@ def identify(
         hint,
         _engine_request_id(fields, headers),
         bucket,
+        _docker_ids(fields),
     )
 
 
@@ -285,9 +295,25 @@ def _without_ours(text: bytes, fields: BodyFields, rules: IdentityRules) -> byte
         text = remove_member(text, ("priority",))
     if fields.program_id is not UNSET:
         text = remove_member(text, ("program_id",))
-    if isinstance(fields.extra_body, dict) and "program_id" in fields.extra_body:
-        text = remove_member(text, ("extra_body", "program_id"))
+    if fields.docker_ids is not UNSET:
+        text = remove_member(text, ("docker_ids",))
+    if isinstance(fields.extra_body, dict):
+        for name in OURS:
+            if name in fields.extra_body:
+                text = remove_member(text, ("extra_body", name))
     return text
+
+
+def _docker_ids(fields: BodyFields) -> tuple[str, ...]:
+    """Return the containers that a body names; what is no list of names is ignored."""
+    named = fields.docker_ids
+    if named is UNSET:
+        named = fields.extra_body.get("docker_ids") if isinstance(fields.extra_body, dict) else None
+    if not isinstance(named, list):
+        return ()
+    return tuple(
+        each for each in named[:MAX_DOCKER_IDS_COUNT] if isinstance(each, str) and 0 < len(each) <= MAX_ID_CHARS
+    )
 
 
 def _program_of(

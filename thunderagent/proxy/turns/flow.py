@@ -19,7 +19,7 @@ that.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -105,6 +105,9 @@ class Preparer(Protocol):
 
     def program_seen(self, program_id: str, program_class: str, tenant: str = "") -> None:
         """Prepare what programs of a class get. A new program belongs to that tenant."""
+
+    def sandboxes_named(self, program_id: str, names: Sequence[str], tenant: str = "") -> None:
+        """Take over containers that go with a program, if clients may bring theirs. Does not wait for the engine."""
 
 
 class Turns:
@@ -219,6 +222,8 @@ class Turns:
             tenancy.check(turn.program_id)
         if self._sandboxes is not None and turn.program_id is not None and CLASS_HEADER in exchange.headers:
             self._sandboxes.program_seen(turn.program_id, exchange.headers[CLASS_HEADER], turn.tenant)
+        if turn.docker_ids and self._sandboxes is not None and turn.program_id is not None:
+            self._sandboxes.sandboxes_named(turn.program_id, turn.docker_ids, turn.tenant)
         return turn
 
     def _is_taken(self, program_id: str) -> bool:

@@ -20,6 +20,7 @@ from thunderagent.proxy.admin.keys import KeyHandlers
 from thunderagent.proxy.admin.live import Live
 from thunderagent.proxy.admin.openapi import OPERATIONS, UNDESCRIBED, OpenApi, Operation, documented_path
 from thunderagent.proxy.admin.operations import Operations
+from thunderagent.proxy.admin.profiles import Profiles
 from thunderagent.proxy.admin.replica_routes import ReplicaHandlers
 from thunderagent.proxy.admin.rollouts import RolloutHandlers
 from thunderagent.proxy.admin.sandboxes import SandboxHandlers
@@ -120,6 +121,7 @@ def handlers() -> dict[tuple[str, str], object]:
         *Operations(runtime, None).routes(),
         *ReplicaHandlers(runtime, replicas, discovery).routes(),
         *RolloutHandlers(None, tenancy).routes(),
+        *Profiles(runtime, tenancy, is_on=False).routes(),
         *SandboxHandlers(None, tenancy).routes(),
         *WeightSync(runtime, replicas, limit_s=1.0).routes(),
     ]

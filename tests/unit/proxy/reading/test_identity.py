@@ -62,6 +62,19 @@ def test_a_field_that_is_no_id_is_taken_out_too_where_another_source_names_the_p
     assert identified(b'{"program_id":' + value + b',"x":1}', path_id="p").body == b'{"x":1}'
 
 
+def test_containers_that_go_with_a_program_are_read_and_taken_out() -> None:
+    """As `program_id`: beside it, or in `extra_body`; what is no name of a container is ignored, and taken out, too."""
+    turn = identified(b'{"program_id":"b","docker_ids":["one", "two", 3, "", ["x"]],"x":1}')
+    assert (turn.docker_ids, turn.body) == (("one", "two"), b'{"x":1}')
+    turn = identified(b'{"extra_body":{"program_id":"e","docker_ids":["one"],"k":1}}')
+    assert (turn.docker_ids, turn.body) == (("one",), b'{"extra_body":{"k":1}}')
+    for value in (b"null", b'"one"', b"{}", b'["%s"]' % (b"x" * 300)):
+        turn = identified(b'{"docker_ids":' + value + b',"x":1}')
+        assert (turn.docker_ids, turn.body) == ((), b'{"x":1}')
+    assert len(identified(json.dumps({"docker_ids": [str(n) for n in range(1000)]}).encode()).docker_ids) == 64
+    assert identified(b'{"metadata":{"docker_ids":["one"]}}').docker_ids == ()
+
+
 def test_a_null_names_nobody() -> None:
     """A client that always sends the field may leave it empty."""
     assert identified(b'{"program_id":null,"extra_body":{"program_id":null}}').program_id is None

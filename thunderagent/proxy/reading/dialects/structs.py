@@ -37,6 +37,7 @@ class BodyFields(PromptFields):
     """The few top-level fields that matter; everything else is skipped, not built."""
 
     program_id: Any = UNSET
+    docker_ids: Any = UNSET
     extra_body: Any = None
     session_id: Any = None
     session_params: Any = None
