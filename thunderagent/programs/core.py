@@ -63,7 +63,9 @@ class Core:
         self.leases = Leases(book, deadlines, stream, view, getattr(policy, "priority", None))
         self.turn_ends = TurnEnds(self)
         self.hints = Hints(self)
-        self.program_limits = ProgramLimiter(lambda: knowledge.restore_pace.restored_total, knowledge.ideal_turn_s)
+        self.program_limits = ProgramLimiter(
+            lambda: knowledge.restore_pace.restored_total, knowledge.ideal_turn_s, knowledge.shortest_tool_s
+        )
         self.active_before_count = 0  # active programs before this event
 
     # --- claims -----------------------------------------------------------------------------------------------------

@@ -117,6 +117,23 @@ def test_a_deadline_that_cannot_be_met_is_said_at_once() -> None:
     assert driver.arrives("fits", 100, limits=ProgramLimits(deadline_s=5.1 * turn_s, turns=10)) in driver.granted_on
 
 
+def test_the_tools_of_a_new_program_count_as_the_shortest_that_were_seen() -> None:
+    """All but a tenth of the tools took a second or more, and there is one between two turns."""
+    driver = Driver()
+    for number in range(40):
+        driver.finishes(driver.arrives(f"known-{number}", 100), 100, 0, tool="ls")
+        driver.now_s += 1.0 if number >= 4 else 0.1
+        driver.finishes(driver.arrives(f"known-{number}", 200), 200, 0)
+        driver.releases(f"known-{number}")
+    tool_s = driver.scheduler.knowledge.shortest_tool_s()
+    assert 0.7 < tool_s <= 1.0
+    one = driver.arrives("one turn", 100, limits=ProgramLimits(deadline_s=0.1, turns=1))
+    unmet = driver.arrives("late", 100, limits=ProgramLimits(deadline_s=4.4 * tool_s, turns=10))
+    fits = driver.arrives("fits", 100, limits=ProgramLimits(deadline_s=4.6 * tool_s, turns=10))
+    assert driver.rejected_for == {unmet: Reason.DEADLINE_UNMET}
+    assert {one, fits} <= driver.granted_on.keys()
+
+
 def test_nothing_is_impossible_where_nothing_is_known() -> None:
     """Without a finished turn anywhere, only a deadline that has passed is refused."""
     driver = Driver()

@@ -247,6 +247,15 @@ def test_how_late_the_returns_of_a_tool_come_is_known_once_ten_were_seen() -> No
     assert times.returned_within_s("unseen", 0.99) == 0.0
 
 
+def test_what_all_but_few_tools_take_at_least_is_known_once_ten_were_seen() -> None:
+    """It is of all names together, and never more than those returns took."""
+    times = of_one(*[1.0] * 9)
+    assert times.shortest_s(0.1) == 0.0
+    times.returned("another", 0.06)
+    assert 0.7 < times.shortest_s(0.1) <= 1.0
+    assert 0.05 <= times.shortest_s(0.05) <= 0.06
+
+
 def test_to_ask_for_a_name_does_not_remember_it() -> None:
     """Only observed names take memory."""
     times = ToolTimes()

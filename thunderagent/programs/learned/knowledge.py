@@ -60,6 +60,9 @@ RESERVE_GUESS_WEIGHT: Final = 16.0
 TOOL_LEARNING_RATIO: Final = 0.05
 """Weight of the newest tool's time in the mean."""
 
+SHORT_TOOLS_RATIO: Final = 0.1
+"""Tools that may be shorter than what is expected of the tools of a program that was never seen."""
+
 UNSEEN_REPLICAS_COUNT: Final = 256
 """How many absent replicas keep what was learned of them: pods come back under other names."""
 
@@ -291,6 +294,10 @@ class Knowledge:
     def ideal_turn_s(self, role: str) -> float:
         """Return how long an idle engine generates for a turn of that role; 0 if unknown."""
         return self.role_outputs.expected_tokens(role) * self.goodput.decode_token_s
+
+    def shortest_tool_s(self) -> float:
+        """Return what all but few tools take at least; 0 if unknown."""
+        return self.tool_times.shortest_s(SHORT_TOOLS_RATIO)
 
     def turn_ended(self, ended: TurnEnded) -> None:
         """Learn from a turn of a live program, on one of its branches."""

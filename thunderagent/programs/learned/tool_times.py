@@ -222,6 +222,14 @@ class ToolTimes:
         index = next(index for index, count in enumerate(returned) if count >= ratio * returned[-1])
         return EDGES_S[min(index, len(EDGES_S) - 1)]
 
+    def shortest_s(self, ratio: float) -> float:
+        """Return a time before which at most `ratio` of all returns came; 0 if fewer than `SEEN_COUNT` were seen.
+
+        Cost: O(intervals).
+        """
+        returned = list(accumulate(self._all.returned))
+        return _STARTS_S[bisect_right(returned, ratio * returned[-1])] if returned[-1] >= SEEN_COUNT else 0.0
+
     def _table(self, name: str) -> _LifeTable:
         table = self._by_name.get(name)
         if table is None:

@@ -19,7 +19,8 @@ programs have deadlines; without room in that, they wait in the ordinary order.
 A deadline *cannot* be met if the turns that are left, as stated by the client (at least the one that arrives), would
 not end in time even if none waited, each in `LEAST_RATIO` of the program's mean time alone: what its turns took as on
 an idle engine, plus its tools. Before its first finished turn, what a turn of its role generates at the speed of an
-idle engine stands for that. Where neither is known nothing is said until the deadline has passed.
+idle engine stands for that, and between two turns the time that nine of ten tools take at least. Where nothing is known
+nothing is said until the deadline has passed.
 """
 
 from __future__ import annotations
@@ -57,16 +58,19 @@ class ProgramLimiter:
     Nothing here is called for a program without limits.
     """
 
-    __slots__ = ("_asked", "_next", "_restored_total", "_turn_s", "_urgent_count", "due_s")
+    __slots__ = ("_asked", "_next", "_restored_total", "_tool_s", "_turn_s", "_urgent_count", "due_s")
 
-    def __init__(self, restored_total: Callable[[], int], turn_s: Callable[[str], float]) -> None:
+    def __init__(
+        self, restored_total: Callable[[], int], turn_s: Callable[[str], float], tool_s: Callable[[], float]
+    ) -> None:
         """Start without programs.
 
         `restored_total` returns how many programs the paused queue let go, `turn_s` what a turn of a role takes alone,
-        or 0.
+        `tool_s` what nearly all tools take at least; both 0 if unknown.
         """
         self._restored_total = restored_total
         self._turn_s = turn_s
+        self._tool_s = tool_s
         self._asked: tuple[int, ProgramLimits | None] = (-1, None)
         self._next: RankedSet[Program] = RankedSet()
         """Held programs with deadlines, by when to look again: as they become urgent, then at the deadline."""
@@ -171,10 +175,8 @@ class ProgramLimiter:
         done_count = 0 if program is None else program.turn_count
         left_count = max(1, (limits.turns or 0) - done_count)
         if program is not None and done_count and program.ideal_s_total:
-            mean_s = program.ideal_s_total / done_count
-        else:
-            mean_s = self._turn_s(role)
-        return LEAST_RATIO * mean_s * left_count
+            return LEAST_RATIO * program.ideal_s_total / done_count * left_count
+        return LEAST_RATIO * (self._turn_s(role) * left_count + self._tool_s() * (left_count - 1))
 
 
 def _tokens_of(program: Program) -> int:
