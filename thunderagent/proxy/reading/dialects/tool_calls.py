@@ -103,7 +103,8 @@ class StreamToolCalls:
 
     def read(self, events: bytes) -> None:
         """Read whole events."""
-        if not self._matters(events):
+        has_begun = self._text is not None or self._calls
+        if not (self._matters(events) if has_begun else may_call(events)):
             return
         for event in events_in(events):
             try:

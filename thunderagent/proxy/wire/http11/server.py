@@ -321,7 +321,7 @@ class Asked:
         self.begun = True
         if transport is not None:
             transport.write(head)
-        return self._wait()
+        return Room(self._connection) if self._connection.is_full or transport is None else None
 
     def write(self, data: bytes) -> Wait:
         """Write a piece of the body; does nothing if the client left."""
@@ -334,7 +334,8 @@ class Asked:
                 transport.write(b"%x\r\n%b\r\n" % (len(data), data))
             else:
                 transport.writelines([b"%x\r\n" % len(data), data, b"\r\n"])
-        return self._wait()
+        connection = self._connection
+        return Room(connection) if connection.is_full or transport is None else None
 
     def end(self) -> Wait:
         """End the body."""
@@ -383,10 +384,6 @@ class Asked:
     def _tell(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-    def _wait(self) -> Wait:
-        connection = self._connection
-        return Room(connection) if connection.is_full or connection.transport is None else None
 
     def _over(self) -> Wait:
         self.is_over = True
