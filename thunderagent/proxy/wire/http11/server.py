@@ -398,13 +398,14 @@ class Asked:
         self.status = status
         if self.decorate is not None:
             self.decorate(self, headers)
+        connection = self._connection
         is_known = CONTENT_LENGTH in headers or TRANSFER_ENCODING in headers or status in BODILESS_STATUSES
         if status == CHANGES_PROTOCOL:
             headers["Connection"] = "Upgrade"
-            self._connection.closes = True
-        elif not (self._connection.may_stay and is_known):
+            connection.closes = True
+        elif not (is_known and self.is_whole) or connection.is_last:
             headers["Connection"] = "close"
-            self._connection.closes = True
+            connection.closes = True
         elif not self.head.is_http_11:
             headers["Connection"] = "keep-alive"
         if DATE not in headers:
@@ -575,12 +576,9 @@ class Connection:
         return f"<Connection, {'closed' if self.transport is None else self._asked or self._lent or 'idle'}>"
 
     @property
-    def may_stay(self) -> bool:
-        """Whether it may carry another request."""
-        is_whole = self._asked is not None and self._asked.is_whole
-        settings = self._settings
-        is_last = self.closes or settings.is_leaving or (self._has_ended and not self._buffer)
-        return is_whole and not is_last
+    def is_last(self) -> bool:
+        """Whether it carries no other request after the one that is answered."""
+        return self.closes or self._settings.is_leaving or (self._has_ended and not self._buffer)
 
     @property
     def is_idle(self) -> bool:
