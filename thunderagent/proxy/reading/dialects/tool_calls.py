@@ -116,7 +116,7 @@ class StreamToolCalls:
         """Return the key of the calls so far; empty if there are none."""
         if self._calls:
             return _joined_key(_key(name, arguments) for name, arguments in self._calls.values())
-        return _key_of_text(self._text or "")
+        return _key_of_text(self._text) if self._text else ""
 
     def _matters(self, data: bytes) -> bool:
         if self._text is not None and len(self._text) < MAX_KEPT_CHARS:
