@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from thunderagent.runtime.translation import _WORDS
+from thunderagent.runtime.writer import _WORDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

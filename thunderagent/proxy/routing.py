@@ -138,10 +138,10 @@ def front_of(
             return Way(found[1], found[0], is_operators=True)
         return None
 
-    def let_in(asked: Asked, way: Way) -> Awaitable[KeptBody | None] | None:
-        if way.is_operators and admin_port is not None:
-            admin_port.check(asked.transport, unquote(way.target.path))
-        return guard.let_in(asked, for_admin=way.is_operators)
+    def let_in_by_port(asked: Asked, for_admin: bool) -> Awaitable[KeptBody | None] | None:
+        if for_admin and admin_port is not None:
+            admin_port.check(asked.transport, unquote(asked.target.path))
+        return guard.let_in(asked, for_admin)
 
     async def converse(exchange: Exchange, chosen_id: str | None) -> None:
         if exchange.target.spelt not in WEBSOCKETS:
@@ -150,6 +150,7 @@ def front_of(
             await flow.answer(exchange, chosen_id)
 
     adds = simulated or guard.origins
+    let_in = guard.let_in if admin_port is None else let_in_by_port
     around = logged_turn if access_log else None
     return Front(way_of, let_in, flow.answer, converse, decorate if adds else None, tracing, around)
 

@@ -39,6 +39,8 @@ from thunderagent.leases.open_lease import OpenLease
 from thunderagent.programs.model.decisions import Decision, Grant, Reject
 from thunderagent.programs.model.events import (
     Event,
+    PinnedTurnArrived,
+    ProgramHinted,
     ProgramJudged,
     ProgramOpened,
     ProgramReleased,
@@ -47,7 +49,10 @@ from thunderagent.programs.model.events import (
     ToolStarted,
     TurnAbandoned,
     TurnAdopted,
+    TurnArrived,
     TurnDue,
+    TurnFailed,
+    TurnFinished,
     TurnJudged,
     TurnProgressed,
     TurnStarted,
@@ -74,11 +79,9 @@ from thunderagent.programs.pools import Pools
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.runtime.event_log import EventLogWriter
 from thunderagent.runtime.fleet import Fleet
-from thunderagent.runtime.observers import Observer
 from thunderagent.runtime.operator import Operator
 from thunderagent.runtime.served_models import ServedModels
-from thunderagent.runtime.translation import arrived, ending, hinting, pinned_arrival, refusal_of
-from thunderagent.runtime.writer import Writer
+from thunderagent.runtime.writer import Observer, Writer, refusal_of
 
 log = structlog.get_logger("thunderagent.runtime")
 
@@ -465,7 +468,14 @@ class Runtime:
             self._no_lease_left.set()
         if end.verdict:
             self._writer.dispatch(TurnJudged(self.now_s(), end.turn_id, end.verdict, end.cause))
-        self._writer.dispatch(ending(end, self.now_s()))
+        now_s, turn_id = self.now_s(), end.turn_id
+        if end.outcome == "finished":
+            usage = end.prompt_tokens, end.output_tokens, end.cached_tokens
+            self._writer.dispatch(TurnFinished(now_s, turn_id, *usage, end.tool))
+        elif end.outcome == "abandoned":
+            self._writer.dispatch(TurnAbandoned(now_s, turn_id))
+        else:
+            self._writer.dispatch(TurnFailed(now_s, turn_id, refused=end.outcome == "refused"))
 
     def count_end(self, end: TurnEnd) -> None:
         """Count how a turn ended, and its usage; call it directly for a turn without a lease here."""
@@ -684,3 +694,40 @@ class Runtime:
             held_s,
         )
         return OpenLease(self, lease)
+
+
+# --- Requests as events
+
+
+def pinned_arrival(ask: TurnAsk, replica_id: str, now_s: float) -> PinnedTurnArrived:
+    """Return the event of an arriving turn that must run on a replica."""
+    return PinnedTurnArrived(now_s, ask.turn_id, replica_id, ask.prompt_bytes, ask.media)
+
+
+def arrived(ask: TurnAsk, now_s: float) -> TurnArrived:
+    """Return the event of an arriving turn that is not pinned."""
+    return TurnArrived(
+        now_s,
+        ask.turn_id,
+        ask.program_id,
+        ask.branch_id,
+        ask.prompt_bytes,
+        ask.avoid_replica_id,
+        ask.prefix,
+        ask.group_id,
+        None if ask.patience_s is None else now_s + ask.patience_s,
+        ask.supersedes_id,
+        None if ask.waited_s is None else now_s - ask.waited_s,
+        ask.parent_id,
+        ask.tenant,
+        ask.wanted_replica_id,
+        ask.program_class,
+        ask.role,
+        ask.parent_branch_id,
+        ask.media,
+    )
+
+
+def hinting(program_id: str, hint: TurnHint, branch_id: str, now_s: float) -> ProgramHinted:
+    """Return the event of a client's hint."""
+    return ProgramHinted(now_s, program_id, hint.next_turn_in_s, hint.confidence_ratio, hint.keep, branch_id)

@@ -103,8 +103,11 @@ class PrefixTree:
                 others_differ = True
             previous_tokens = tokens
             same_count += 1
-        shared_tokens = -self.leave(before[same_count:], replica_id)
-        shared_tokens += self.enter(chain[same_count:], replica_id, previous_tokens, exact=exact)
+        shared_tokens = 0
+        if same_count < len(before):
+            shared_tokens -= self.leave(before[same_count:], replica_id)
+        if same_count < len(chain):
+            shared_tokens += self.enter(chain[same_count:], replica_id, previous_tokens, exact=exact)
         grown = self.resize(chain) if exact and (others_differ or same_count < len(chain)) else {}
         grown[replica_id] = grown.get(replica_id, 0) + shared_tokens
         return grown

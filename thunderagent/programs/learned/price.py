@@ -156,6 +156,7 @@ class Price:
         "_since_fit",
         "_turns",
         "high_token_s",
+        "is_measured",
         "iteration_s",
         "low_token_s",
         "sequence_s",
@@ -175,6 +176,8 @@ class Price:
         self.sequence_s = 0.0
         """Seconds more for each sequence that generates in it."""
         self.source = GUESS
+        self.is_measured = False
+        """Whether it comes from what was seen on a replica, now or before a restart."""
         self._turns: deque[SeenTurn] = deque()
         self._forgotten_s = -inf
         """Before this, some turns are not known."""
@@ -205,11 +208,6 @@ class Price:
         engine overloaded.
         """
         return max(self.low_token_s, self.token_s / 2) if self.is_measured else 0.0
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether it comes from what was seen on a replica, now or before a restart."""
-        return self.source in MEASURED
 
     @property
     def turn_count(self) -> int:
@@ -273,6 +271,7 @@ class Price:
             raise ValueError(f"no source of a price: {record.source[:32]}")
         self.token_s, self.low_token_s, self.high_token_s = record.token_s, record.low_token_s, record.high_token_s
         self.iteration_s, self.sequence_s, self.source = record.iteration_s, record.sequence_s, record.source
+        self.is_measured = True
 
     def _fit(self, others_count: int) -> None:
         turns = list(self._turns)
@@ -359,6 +358,7 @@ class Price:
         self.low_token_s = min(self.low_token_s, self.token_s)
         self.high_token_s = max(self.high_token_s, self.token_s)
         self.iteration_s, self.sequence_s, self.source = best.iteration_s, best.sequence_s, best.source
+        self.is_measured = True
 
 
 class Bounds:

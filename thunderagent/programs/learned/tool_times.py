@@ -74,13 +74,8 @@ class _LifeTable:
         self.lowest: list[float] = []
         """For each interval, the lowest rate up to there, negated so that the list ascends."""
 
-    def add(self, leaves: list[float], interval_id: int) -> None:
-        leaves[interval_id] += 1.0
-        self.count += 1.0
-        if self.count > REMEMBERED_COUNT:
-            self._halve()
-
-    def _halve(self) -> None:
+    def halve(self) -> None:
+        """Let what was seen before count half."""
         self.returned = [count / 2 for count in self.returned]
         self.away = [count / 2 for count in self.away]
         self.count /= 2
@@ -96,7 +91,7 @@ class _LifeTable:
                 self.count += some_count
                 left_count -= some_count
                 if self.count > REMEMBERED_COUNT:
-                    self._halve()
+                    self.halve()
 
     def export(self, name: str) -> ToolRecord:
         """Return its content, and the rates in use until the next refresh."""
@@ -166,15 +161,21 @@ class ToolTimes:
 
     def returned(self, name: str, away_s: float) -> None:
         """Learn that a program came back this long after its tool began."""
-        interval_id, everything, table = bisect_right(EDGES_S, away_s), self._all, self._table(name)
-        everything.add(everything.returned, interval_id)
-        table.add(table.returned, interval_id)
+        interval_id = bisect_right(EDGES_S, away_s)
+        for table in (self._all, self._table(name)):
+            table.returned[interval_id] += 1.0
+            table.count += 1.0
+            if table.count > REMEMBERED_COUNT:
+                table.halve()
 
     def censored(self, name: str, away_s: float) -> None:
         """Learn that a program was not back after this time, when its memory was given away or it ended."""
-        interval_id, everything, table = bisect_right(EDGES_S, away_s), self._all, self._table(name)
-        everything.add(everything.away, interval_id)
-        table.add(table.away, interval_id)
+        interval_id = bisect_right(EDGES_S, away_s)
+        for table in (self._all, self._table(name)):
+            table.away[interval_id] += 1.0
+            table.count += 1.0
+            if table.count > REMEMBERED_COUNT:
+                table.halve()
 
     def all_censored(self, name: str, away_s: Sequence[float]) -> None:
         """Learn the same of many programs."""

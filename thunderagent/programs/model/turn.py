@@ -121,12 +121,6 @@ class Turn:
         self.kept_since_s = 0.0
         """When that last turn finished."""
 
-    def first_token_s(self, now_s: float) -> float | None:
-        """Return the time from its grant to its first token; None if that was not seen apart from its end, now."""
-        if self.started_s is None or self.started_s >= now_s:
-            return None
-        return self.started_s - self.granted_s
-
     def __repr__(self) -> str:
         where = f"on {self.account_id}" if self.account_id else "held"
         return f"<Turn {self.turn_id} {where}, {self.prompt_tokens} prompt tokens>"
@@ -169,7 +163,8 @@ class TurnEnded:
         self.output_tokens = output_tokens
         self.cached_tokens = cached_tokens
         self.duration_s = now_s - turn.granted_s
-        self.first_token_s = turn.first_token_s(now_s)
+        started_s = turn.started_s
+        self.first_token_s = None if started_s is None or started_s >= now_s else started_s - turn.granted_s
         """From its grant; None if that was not seen apart from its end."""
         context_tokens = branch.context_tokens if branch is not None else 0
         self.known_tokens = context_tokens if context_tokens < prompt_tokens else prompt_tokens

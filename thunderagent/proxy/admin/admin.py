@@ -281,7 +281,8 @@ class Admin:
         wanted = await self._release_request(request)
         if wanted.program_id is not None:
             program_id = check_program_id(wanted.program_id)
-            may = bool(self._of_tenant([program_id], wanted.tenant))
+            may = self._tenancy.may_touch(program_id)
+            may = may and (wanted.tenant is None or bool(self._of_tenant([program_id], wanted.tenant)))
             outcome = wanted.outcome or outcome_of(request.headers)
             return self._release_one(program_id, wanted.generation, outcome, may=may, aborts=wanted.abort)
         if wanted.generation is not None:

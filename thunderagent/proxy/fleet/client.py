@@ -214,25 +214,25 @@ class ReplicaClient:
             raise ReplicaAnswerTooLargeError(why, replica_id=replica_id)
         return answer.whole()
 
-    async def whole_within(self, replica_id: str, answer: Answer, max_bytes: int) -> bool:
+    def whole_within(self, replica_id: str, answer: Answer, max_bytes: int) -> Awaitable[bool]:
         """Wait for the whole body of an answer; return False as soon as it is larger. Raises like `next_chunk`."""
-        return await _received(replica_id, answer.whole_within(max_bytes))
+        return _received(replica_id, answer.whole_within(max_bytes))
 
-    async def next_chunk(self, replica_id: str, answer: Answer) -> bytes:
+    def next_chunk(self, replica_id: str, answer: Answer) -> Awaitable[bytes]:
         """Return the next bytes of an answer's body, as many as arrived; empty at its end.
 
         Raises `ReplicaClosedEarlyError` if it breaks off, `ReplicaGarbledError` if it cannot be read,
         `ReplicaLostError` if the replica was declared lost, `ReplicaTimeoutError` if it falls silent, and
         `TotalTimeoutError` if it takes too long in all.
         """
-        return await _received(replica_id, answer.next_piece())
+        return _received(replica_id, answer.next_piece())
 
-    async def pipe(self, replica_id: str, answer: Answer, sink: Sink) -> None:
+    def pipe(self, replica_id: str, answer: Answer, sink: Sink) -> Awaitable[None]:
         """Pass the body of an answer to `sink`, piece by piece, and return at its end. Raises like `next_chunk`.
 
         If `sink` raises or returns an error, it is raised here, and no piece follows.
         """
-        await _received(replica_id, answer.pipe(sink))
+        return _received(replica_id, answer.pipe(sink))
 
     async def converse(self, replica_id: str, answer: Answer, client: Channel, sink: Sink) -> None:
         """After a protocol switch, pass the client's bytes to a replica, and the replica's bytes to `sink`.

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from aiohttp import hdrs, web
 from aiohttp.http import HttpVersion11
@@ -141,8 +141,8 @@ class Guard:
             REQUEST_ID.set(take_request_id(request.headers))
             needs = request[NEEDS] = self._needs(request, access)
             is_operators = tells_all or needs is Access.ADMIN
-            if self._hosts is not None and self._is_judged_by_name(request.headers, is_operators=is_operators):
-                self._hosts.check(request.headers)
+            if self._hosts is not None and (is_operators or comes_from_a_browser(request.headers)):
+                self._check_name(request.headers)
             has_only_login = forwards and self._has_only_login(request.headers)
             if needs is Access.ADMIN:
                 self.origins.check_site(request)
@@ -179,7 +179,7 @@ class Guard:
 
         return handle
 
-    def let_in(self, asked: Asked, *, for_admin: bool) -> Awaitable[KeptBody | None] | None:
+    def let_in(self, asked: Asked, for_admin: bool) -> Awaitable[KeptBody | None] | None:
         """Check a turn that our own server read. Raises like a handler of `before`, and so does the returned awaitable.
 
         A page of any origin may open a websocket, and then read it; so its origin is checked as if it changed
@@ -188,8 +188,8 @@ class Guard:
         """
         headers = asked.head.headers
         REQUEST_ID.set(take_request_id(headers))
-        if self._hosts is not None and self._is_judged_by_name(headers, asked.notes, is_operators=for_admin):
-            self._hosts.check(headers)
+        if self._hosts is not None and (for_admin or comes_from_a_browser(headers, asked.notes)):
+            self._check_name(headers)
         if for_admin:
             self.origins.check_site(asked)
         if (for_admin or asked.head.upgrades) and "Origin" in headers:
@@ -301,13 +301,10 @@ class Guard:
             partial(_invite, request) if request.version >= HttpVersion11 else None,
         )
 
-    def _is_judged_by_name(
-        self, headers: CIMultiDictProxy[str], notes: dict[str, Any] | None = None, *, is_operators: bool
-    ) -> bool:
-        """Return whether a request's host name matters: without a key, on operators' routes and from browsers."""
-        if not (is_operators or comes_from_a_browser(headers, notes)):
-            return False
-        return not self._keyring or self._keyring.key_of(headers) is None
+    def _check_name(self, headers: CIMultiDictProxy[str]) -> None:
+        """Check the host name of a request on operators' routes or from a browser, unless it has a key."""
+        if self._hosts is not None and (not self._keyring or self._keyring.key_of(headers) is None):
+            self._hosts.check(headers)
 
 
 def _is_turn(request: web.Request) -> bool:

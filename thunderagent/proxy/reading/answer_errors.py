@@ -49,7 +49,7 @@ _decode_list: Any = msgspec.json.Decoder(list[_Said]).decode
 
 def error_of_body(body: bytes) -> AnswerError | None:
     """Return the error of a whole answer; None if it has none, or cannot be read at a cost like its size."""
-    if not _may_hold_error(body) or not is_cheap(body):
+    if not may_hold_error(body) or not is_cheap(body):
         return None
     try:
         said = _decode_list(body) if body.lstrip()[:1] == b"[" else [_decode(body)]
@@ -59,9 +59,7 @@ def error_of_body(body: bytes) -> AnswerError | None:
 
 
 def error_of_events(events: bytes) -> AnswerError | None:
-    """Return the first error of whole events of a stream; None if they have none."""
-    if not _may_hold_error(events):
-        return None
+    """Return the first error of whole events of a stream that `may_hold_error`; None if they have none."""
     for event in events_in(events):
         found = error_of_body(data_of(event))
         if found is not None:
@@ -71,7 +69,7 @@ def error_of_events(events: bytes) -> AnswerError | None:
     return None
 
 
-def _may_hold_error(body: bytes) -> bool:
+def may_hold_error(body: bytes) -> bool:
     """Return whether a body holds a mark of an error. Every answer is searched: three times, if it holds none."""
     return (
         (b"error" in body and (b'"error"' in body or b"event: error" in body or b"event:error" in body))

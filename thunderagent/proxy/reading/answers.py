@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
-from thunderagent.proxy.reading.answer_errors import AnswerError, error_of_events
+from thunderagent.proxy.reading.answer_errors import AnswerError, error_of_events, may_hold_error
 from thunderagent.proxy.reading.dialects.base import NO_USAGE, Completion, Dialect, KeepId, Usage, UsageReader
 from thunderagent.proxy.reading.dialects.openai import ChoicesReader
 from thunderagent.proxy.reading.dialects.structs import Calls
@@ -145,6 +145,9 @@ _ANNOUNCES: Final = re.compile(rb'"type"\s*:\s*"(message_start|ping|response\.(c
 
 def says_something(events: bytes) -> bool:
     """Return whether the begin of a stream has a whole event that is no comment, and no mere announcement."""
+    first = events.find(b"\n\n")
+    if first > 0 and events.startswith(b"data: {") and _ANNOUNCES(events, 0, first) is None:
+        return True
     end = end_of_last_event(events, 0)
     for event in events_in(events[:end]):
         data = data_of(event)
@@ -168,6 +171,7 @@ class StreamUsage:
     __slots__ = (
         "_carry",
         "_decompress",
+        "_is_read",
         "_last_choice",
         "_listener",
         "_reader",
@@ -175,6 +179,7 @@ class StreamUsage:
         "error",
         "events_count",
         "last_events",
+        "pending_bytes",
     )
 
     def __init__(
@@ -192,9 +197,13 @@ class StreamUsage:
         """
         self._listener = listener
         self._reader = reader or ChoicesReader()
-        self._decompress = decompressor(content_encoding, MAX_EVENT_BYTES)
-        self._take_out = take_out and (content_encoding or "identity") == "identity"
+        is_plain = (content_encoding or "identity") == "identity"
+        self._decompress = None if is_plain else decompressor(content_encoding, MAX_EVENT_BYTES)
+        self._is_read = is_plain or self._decompress is not None
+        self._take_out = take_out and is_plain
         self._carry = b""
+        self.pending_bytes = 0
+        """Size of the incomplete event."""
         self._last_choice = b""
         self.events_count = 0
         self.last_events = b""
@@ -206,31 +215,29 @@ class StreamUsage:
         """The usage as far as the stream reported it."""
         return self._reader.usage
 
-    @property
-    def pending_bytes(self) -> int:
-        """Size of the incomplete event."""
-        return len(self._carry)
-
     def feed(self, piece: bytes) -> bytes:
         """Take the next bytes of the stream, and return what the client gets now."""
-        if self._decompress is None:
+        if not self._is_read:
             return piece
-        try:
-            plain = self._decompress(piece)
-        except zlib.error:
-            self._decompress = None
-            return piece
+        plain = piece
+        if self._decompress is not None:
+            try:
+                plain = self._decompress(piece)
+            except zlib.error:
+                self._is_read = False
+                return piece
         data = self._carry + plain if self._carry else plain
         end = end_of_last_event(data, max(0, len(self._carry) - 3))
         whole, self._carry = data[:end], data[end:]
         if len(self._carry) > MAX_EVENT_BYTES:
-            self._decompress, whole, self._carry = None, data, b""
+            self._is_read, whole, self._carry = False, data, b""
+        self.pending_bytes = len(self._carry)
         relayed = self._read_events(whole) if whole else b""
         return relayed if self._take_out else piece
 
     def rest(self) -> bytes:
         """Return what is left to relay when the stream has ended: an incomplete event."""
-        rest, self._last_choice, self._carry = self._last_choice + self._carry, b"", b""
+        rest, self._last_choice, self._carry, self.pending_bytes = self._last_choice + self._carry, b"", b"", 0
         return rest if self._take_out else b""
 
     def broken_off(self) -> bytes:
@@ -246,7 +253,7 @@ class StreamUsage:
             self.events_count += whole.count(b"\rdata:")
         self.last_events = whole
         self._reader.read(whole)
-        if self.error is None:
+        if self.error is None and may_hold_error(whole):
             self.error = error_of_events(whole)
         if self._listener is not None:
             self._listener(whole)

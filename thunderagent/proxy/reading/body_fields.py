@@ -17,8 +17,8 @@ from thunderagent.leases import TurnHint
 from thunderagent.programs.model.advice.hints import MAX_NEXT_TURN_S, OFFLOAD, RETAIN
 from thunderagent.proxy.reading.dialects.structs import BodyFields, PromptFields
 from thunderagent.proxy.reading.header_words import check_model
-from thunderagent.proxy.reading.json_cost import COUNTED_BYTES, has_few_parts, list_of, others_run
-from thunderagent.proxy.reading.media import NO_MEDIA, MediaFound, may_hold_media, media_of
+from thunderagent.proxy.reading.json_cost import COUNTED_BYTES, has_few_parts, holds_any, list_of, others_run
+from thunderagent.proxy.reading.media import MEDIA_WORDS, NO_MEDIA, MediaFound, media_of
 from thunderagent.proxy.reading.sse import UNREADABLE
 
 OTHERS_FIELDS: Final[tuple[tuple[str, ...], ...]] = (
@@ -233,7 +233,7 @@ def media_in(body: bytes, fields: PromptFields) -> MediaFound:
 
     Cost: a look at the beginning of each message if all of them are texts, however long they are.
     """
-    if len(body) <= MAX_UNREAD_BYTES and not may_hold_media(body):
+    if len(body) <= MAX_UNREAD_BYTES and not holds_any(body, MEDIA_WORDS):
         return NO_MEDIA
     unread_bytes, others = len(body), []
     others_run()

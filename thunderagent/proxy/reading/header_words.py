@@ -144,8 +144,6 @@ def program_in(said: Said, header: str) -> str:
 
 def words_in(said: Said, header: str, program_id: str | None) -> Words:
     """Return what is said beside the program named by this header, if any. Raises `InvalidProgramIdError`."""
-    if len(said) == (header in said):
-        return NO_WORDS
     branch_header = PROGRAM_HEADERS.get(header, BRANCH_HEADER)
     branch_id = _id_in(said, (BRANCH_HEADER, branch_header), "branch id")
     group_id = _id_in(said, (GROUP_HEADER,), "group id")

@@ -40,6 +40,7 @@ from thunderagent.proxy.reading.dialects.base import Dialect
 from thunderagent.proxy.reading.dialects.openai import OpenAI
 from thunderagent.proxy.reading.dialects.structs import BodyFields
 from thunderagent.proxy.reading.header_words import (
+    NO_WORDS,
     REQUEST_ID_HEADER,
     Said,
     check_program_id,
@@ -179,7 +180,8 @@ def identify(
     """
     outline = None if len(body) < MIN_BODY_BYTES else Outline.of(body, dialect.token_id_fields)
     text = body if outline is None else outline.text
-    check_cost(text)
+    if len(text) > COUNTED_BYTES:
+        check_cost(text)
     fields = read_fields(text)
     if fields is None:
         return None
@@ -188,7 +190,7 @@ def identify(
     bucket = ""
     if program_id is None and rules.infers_buckets and (fields.prompt_cache_key is not None or fields.metadata):
         bucket, source = _bucket_of(fields) or ("", source)
-    words = words_in(said, header, program_id)
+    words = NO_WORDS if len(said) == (header in said) else words_in(said, header, program_id)
     streams = fields.stream is True or (bool(fields.stream) and flag_of(fields.stream) is True)
     told = _without_ours(text, fields, rules)
     usage_added = streams and dialect.asks_for_usage and _leaves_usage_out(fields.stream_options)

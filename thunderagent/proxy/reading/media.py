@@ -30,7 +30,8 @@ _MARK: Final = re.compile(
 _DATA: Final = re.compile(rb'"data"\s*:\s*"')
 _MIME: Final = re.compile(rb'"media_type"\s*:\s*"(?P<mime>[\w.+-]{0,64}/?)')
 
-_WORDS: Final = [b"base64", b"input_audio", b"image_url", b'"source"']
+MEDIA_WORDS: Final = [b"base64", b"input_audio", b"image_url", b'"source"']
+"""Every body with a mark holds one of them."""
 
 PATCH_PIXELS: Final = 28
 MIN_IMAGE_PIXELS: Final = 56 * 56
@@ -64,17 +65,12 @@ class MediaFound(NamedTuple):
 NO_MEDIA: Final = MediaFound(0, ())
 
 
-def may_hold_media(body: bytes) -> bool:
-    """Return whether there is one of the words that are in every body with a mark."""
-    return holds_any(body, _WORDS)
-
-
 def media_of(body: bytes, model: bytes | memoryview = b"") -> MediaFound:
     """Return what in a body is neither text nor token ids, by class: a model, a kind and a size within a factor 2.
 
     Cost: a search for each of a few words if there is nothing; otherwise one look at each byte.
     """
-    if not may_hold_media(body):
+    if not holds_any(body, MEDIA_WORDS):
         return NO_MEDIA
     size_bytes, at = 0, 0
     tokens_by_class: Counter[str] = Counter()

@@ -63,6 +63,8 @@ def prefix_of(
 ) -> tuple[PrefixCut, ...]:
     """Return the chain of cuts of a prompt: (digest, size in bytes), both of everything up to the cut.
 
+    A digest has 63 bits: every JSON parser accepts such a number.
+
     The model (LoRA names are model names) and the cache salt separate prompts from the start. Sizes are shares of the
     body's size, without media. Empty if the prompt is too short or of unknown shape. `outline` holds token ids for
     which the fields only have a placeholder. Cost: one pass over the prompt.
@@ -95,10 +97,13 @@ def _cuts_of_messages(fields: PromptFields, *, has_media: bool) -> tuple[PrefixC
         piece: Piece = messages[start]
         if not is_one:
             piece = b"".join(messages[start:end])
-        digest = _followed(digest, piece)
+        if len(piece) < LARGE_PIECE_BYTES:
+            digest.update(piece)
+        else:
+            digest = _followed(digest, piece)
         if has_media:
             media_bytes += media_of(bytes(piece)).size_bytes
-        cuts.append((_number(digest), size_bytes - media_bytes))
+        cuts.append((int.from_bytes(digest.digest()[:8], "big") >> 1, size_bytes - media_bytes))
         start = end
     return tuple(cuts)
 
@@ -122,8 +127,11 @@ def _cuts_of_text(fields: PromptFields, text: Piece) -> tuple[PrefixCut, ...]:
     for end in _TEXT_CUTS_BYTES:
         if end > len(text):
             break
-        digest = _followed(digest, view[start:end])
-        cuts.append((_number(digest), end))
+        if end - start < LARGE_PIECE_BYTES:
+            digest.update(view[start:end])
+        else:
+            digest = _followed(digest, view[start:end])
+        cuts.append((int.from_bytes(digest.digest()[:8], "big") >> 1, end))
         start = end
     return tuple(cuts)
 
@@ -136,14 +144,11 @@ def _begun(fields: PromptFields, kind: bytes, first: Piece = b"") -> _Hash:
 
 
 def _followed(digest: _Hash, piece: Piece) -> _Hash:
-    """Return the digest of what was hashed so far followed by a piece.
+    """Return the digest of what was hashed so far followed by a large piece.
 
     A program sends its history again, so most large pieces were hashed after the same digest already. A faster hash
     recognises them. Only this process has its key, so nobody can make one piece look like another.
     """
-    if len(piece) < LARGE_PIECE_BYTES:
-        digest.update(piece)
-        return digest
     place = digest.digest(), len(piece), hash(bytes(piece))
     if (known := _known.get(place)) is not None:
         return known.copy()
@@ -152,11 +157,6 @@ def _followed(digest: _Hash, piece: Piece) -> _Hash:
         _known.clear()
     _known[place] = digest.copy()
     return digest
-
-
-def _number(digest: _Hash) -> int:
-    """Return what was hashed so far as a 63-bit number, which every JSON parser accepts."""
-    return int.from_bytes(digest.digest()[:8], "big") >> 1
 
 
 def _is_list_of_numbers(value: Piece) -> bool:

@@ -44,6 +44,8 @@ def data_of(event: bytes) -> bytes:
     """Return the data of an event."""
     if len(event) > LARGE_EVENT_BYTES:
         return _data_of_large(event)
+    if event.startswith(b"data:") and event.find(b"\n") == len(event) - 2 and b"\r" not in event:
+        return event[5:].strip()  # one line, as engines write them
     return b"\n".join([line[5:].strip() for line in event.splitlines() if line.startswith(b"data:")])
 
 

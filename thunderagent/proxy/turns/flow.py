@@ -349,7 +349,8 @@ class Turns:
                 lease.refused()
                 return granted.replica_id
             finally:
-                upstream.close()
+                if not upstream.is_whole:
+                    upstream.close()
                 if record.probe is not None:
                     forwarding.ended(record, granted.replica_id)
         finally:

@@ -39,7 +39,7 @@ from thunderagent.leases import Lease
 from thunderagent.leases.open_lease import OpenLease
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.replicas import Replicas, Watcher
-from thunderagent.proxy.reading.answer_errors import AnswerError, error_of_body, error_of_events
+from thunderagent.proxy.reading.answer_errors import AnswerError, error_of_body, error_of_events, may_hold_error
 from thunderagent.proxy.reading.answers import says_something
 from thunderagent.proxy.reading.outline import read_aside
 from thunderagent.proxy.turns.record import Record
@@ -283,10 +283,11 @@ class Forwarding:
                 await self._client.whole_within(replica_id, upstream, MOST_JUDGED_BYTES)
             record.error = found = error_of_body(upstream.peek())
             record.is_judged = True
-        elif not await self._has_begun(replica_id, upstream):
+        elif not (upstream.is_whole or says_something(upstream.peek()) or await self._has_begun(replica_id, upstream)):
             return None
         else:
-            found = error_of_events(upstream.peek())
+            begun = upstream.peek()
+            found = error_of_events(begun) if may_hold_error(begun) else None
         return None if found is None or found.is_callers or found.is_abort else found
 
     async def _has_begun(self, replica_id: str, upstream: Answer) -> bool:

@@ -549,7 +549,7 @@ class Attempts:
 
     def begin(self, attempt: Record, now_s: float) -> None:
         """Add an attempt; it replaces the one before, which is cancelled, or at least takes over its age."""
-        key = attempt.key = _key_of(attempt)
+        key = attempt.key = attempt.turn.program_id or _anonymous_key(attempt)
         if key is None:
             return
         live = self._live.get(key)
@@ -643,10 +643,7 @@ def _observed_s(before_s: float, waited_s: float) -> float | None:
     return min(before_s, waited_s)
 
 
-def _key_of(attempt: Record) -> str | None:
-    program_id = attempt.turn.program_id
-    if program_id is not None:
-        return program_id
+def _anonymous_key(attempt: Record) -> str | None:
     key = attempt.patience.idempotency_key
     return f"\0{attempt.turn.tenant}\0{key}" if key else None  # no program's id begins so
 

@@ -22,8 +22,8 @@ client's in one call for each piece (`ReplicaClient.pipe`), and no task is woken
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Generator
-from typing import Any, Final, Protocol
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
 
 from multidict import CIMultiDict, CIMultiDictProxy
 
@@ -34,19 +34,6 @@ Wait = Awaitable[None] | None
 
 Sink = Callable[[bytes], Wait]
 """Takes a piece of a body as it arrives. While its result is awaited, no other comes and the sender waits."""
-
-
-_ONCE: Final = (None,)
-
-
-class _Others:
-    """Lets other ready work of the event loop go first, cheaper than `asyncio.sleep(0)`."""
-
-    def __await__(self) -> Generator[None, None, None]:
-        return iter(_ONCE)  # type: ignore[return-value]  # no frame to enter and to leave
-
-
-OTHERS_FIRST: Final = _Others()
 
 
 async def done(wait: Wait) -> None:

@@ -71,7 +71,7 @@ class Front:
     def __init__(
         self,
         way_of: Callable[[RequestHead, Target], Way | None],
-        let_in: Callable[[Asked, Way], Awaitable[KeptBody | None] | None],
+        let_in: Callable[[Asked, bool], Awaitable[KeptBody | None] | None],
         answer: Flow,
         converse: Flow,
         decorate: Callable[[Asked, CIMultiDict[str]], None] | None = None,
@@ -80,9 +80,9 @@ class Front:
     ) -> None:
         """Answer what `let_in` accepts by `answer`, or by `converse` if it asks for a websocket.
 
-        `way_of` says how, or that a request is not ours. `let_in` returns an awaitable if a request must wait; its
-        result is the counter of the body. `decorate` adds to the heads of all answers, and `around` wraps both
-        answering functions.
+        `way_of` says how, or that a request is not ours. `let_in` is told whether a request is for operators; if that
+        must wait, it returns an awaitable of the counter of its body. `decorate` adds to the heads of all answers, and
+        `around` wraps both answering functions.
         """
         self._way_of = way_of
         self._let_in = let_in
@@ -130,7 +130,7 @@ class Front:
         asked.target, asked.decorate = target, self._decorate
         told = None
         try:
-            if (letting_in := self._let_in(asked, way)) is not None:
+            if (letting_in := self._let_in(asked, way.is_operators)) is not None:
                 asked.kept = await letting_in
             await flow(asked, way.chosen_id)
         except ConnectionError:

@@ -103,7 +103,8 @@ class StreamToolCalls:
 
     def read(self, events: bytes) -> None:
         """Read whole events."""
-        if not self._matters(events):
+        has_begun = self._text is not None or self._calls
+        if not (self._matters(events) if has_begun else may_call(events)):
             return
         for event in events_in(events):
             try:
@@ -115,7 +116,7 @@ class StreamToolCalls:
         """Return the key of the calls so far; empty if there are none."""
         if self._calls:
             return _joined_key(_key(name, arguments) for name, arguments in self._calls.values())
-        return _key_of_text(self._text or "")
+        return _key_of_text(self._text) if self._text else ""
 
     def _matters(self, data: bytes) -> bool:
         if self._text is not None and len(self._text) < MAX_KEPT_CHARS:

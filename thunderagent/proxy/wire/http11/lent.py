@@ -40,6 +40,9 @@ class Borrower(Protocol):
 class Lender(Protocol):
     """The connection that is lent."""
 
+    is_paused: bool
+    """Whether nothing is read from it for now."""
+
     def returned(self, *, stays: bool) -> None:
         """Note that the request was answered, and whether the connection may carry another."""
 
@@ -56,6 +59,7 @@ class Lent(asyncio.Transport):
     def __init__(self, lender: Lender, transport: asyncio.Transport, head: RequestHead, borrower: Borrower) -> None:
         """Lend `transport` to `borrower` for the request with this head."""
         super().__init__()
+        self.get_extra_info = transport.get_extra_info  # type: ignore[method-assign]  # aiohttp asks five times
         self._lender = lender
         self._transport: asyncio.Transport | None = transport
         self._borrower: Borrower | None = borrower
@@ -163,10 +167,6 @@ class Lent(asyncio.Transport):
         """Return whether nothing can be written any more."""
         return self._transport is None or self._transport.is_closing()
 
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """Return what is known of the client."""
-        return default if self._transport is None else self._transport.get_extra_info(name, default)
-
     def pause_reading(self) -> None:
         """Make the client wait."""
         if self._transport is not None:
@@ -174,7 +174,7 @@ class Lent(asyncio.Transport):
 
     def resume_reading(self) -> None:
         """Accept more bytes."""
-        if self._transport is not None:
+        if self._transport is not None and self._lender.is_paused:
             self._lender.resume_reading()
 
     def get_write_buffer_size(self) -> int:

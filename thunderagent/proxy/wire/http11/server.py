@@ -321,7 +321,7 @@ class Asked:
         self.begun = True
         if transport is not None:
             transport.write(head)
-        return self._wait()
+        return Room(self._connection) if self._connection.is_full or transport is None else None
 
     def write(self, data: bytes) -> Wait:
         """Write a piece of the body; does nothing if the client left."""
@@ -334,7 +334,8 @@ class Asked:
                 transport.write(b"%x\r\n%b\r\n" % (len(data), data))
             else:
                 transport.writelines([b"%x\r\n" % len(data), data, b"\r\n"])
-        return self._wait()
+        connection = self._connection
+        return Room(connection) if connection.is_full or transport is None else None
 
     def end(self) -> Wait:
         """End the body."""
@@ -384,10 +385,6 @@ class Asked:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _wait(self) -> Wait:
-        connection = self._connection
-        return Room(connection) if connection.is_full or connection.transport is None else None
-
     def _over(self) -> Wait:
         self.is_over = True
         if self._chunks is not None and not self.is_whole:
@@ -401,13 +398,14 @@ class Asked:
         self.status = status
         if self.decorate is not None:
             self.decorate(self, headers)
+        connection = self._connection
         is_known = CONTENT_LENGTH in headers or TRANSFER_ENCODING in headers or status in BODILESS_STATUSES
         if status == CHANGES_PROTOCOL:
             headers["Connection"] = "Upgrade"
-            self._connection.closes = True
-        elif not (self._connection.may_stay and is_known):
+            connection.closes = True
+        elif not (is_known and self.is_whole) or connection.is_last:
             headers["Connection"] = "close"
-            self._connection.closes = True
+            connection.closes = True
         elif not self.head.is_http_11:
             headers["Connection"] = "keep-alive"
         if DATE not in headers:
@@ -578,12 +576,9 @@ class Connection:
         return f"<Connection, {'closed' if self.transport is None else self._asked or self._lent or 'idle'}>"
 
     @property
-    def may_stay(self) -> bool:
-        """Whether it may carry another request."""
-        is_whole = self._asked is not None and self._asked.is_whole
-        settings = self._settings
-        is_last = self.closes or settings.is_leaving or (self._has_ended and not self._buffer)
-        return is_whole and not is_last
+    def is_last(self) -> bool:
+        """Whether it carries no other request after the one that is answered."""
+        return self.closes or self._settings.is_leaving or (self._has_ended and not self._buffer)
 
     @property
     def is_idle(self) -> bool:
