@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from mypy import api
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 import thunderagent
 from thunderagent.cli.command_line import _PACKAGED
@@ -72,9 +73,9 @@ def test_the_version_stands_in_one_place() -> None:
 @pytest.mark.parametrize("project", PACKAGES, ids=lambda project: project["name"])
 def test_a_package_beside_has_the_version_and_asks_for_no_later_minor_one(project: dict[str, Any]) -> None:
     """A minor version may change what they import."""
-    major, minor, _ = map(int, thunderagent.__version__.split("."))
-    assert project["version"] == thunderagent.__version__
-    assert f"thunderagent>={thunderagent.__version__},<{major}.{minor + 1}" in project["dependencies"]
+    ours = Version(thunderagent.__version__)
+    assert project["version"] == str(ours)
+    assert f"thunderagent>={ours},<{ours.major}.{ours.minor + 1}" in project["dependencies"]
 
 
 def test_a_compiled_build_needs_none_of_them(tmp_path: Path) -> None:

@@ -55,6 +55,12 @@ def test_stubs_pass_a_strict_type_check(stubs_folder: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
+def test_stubs_of_before_say_what_to_change() -> None:
+    """They import from where the workflows were."""
+    with pytest.raises(ImportError, match=r"change the import, and write stubs again"):
+        importlib.import_module("thunderagent.workflows")
+
+
 def test_directives_in_code_go_before_those_of_the_file(stubs_folder: Path) -> None:
     del stubs_folder
     echo = importlib.import_module("made_stubs.echo")
