@@ -351,7 +351,7 @@ async def test_a_sandbox_from_a_kept_setup_is_like_new_and_starts_soon(
         "reuse_setup": True,
     }
     started_s = time.monotonic()
-    first = await driver.prepare(order("s-1", **template))
+    first = await driver.prepare(order("s-1", ttl_s=600.0, **template))
     new_s = time.monotonic() - started_s
     wanted = inside(client, first.handle, CONTENT)
     assert "repo/hard" in wanted
@@ -366,7 +366,7 @@ async def test_a_sandbox_from_a_kept_setup_is_like_new_and_starts_soon(
     await driver.reclaim(first.handle)
 
     started_s = time.monotonic()
-    second = await driver.prepare(order("s-2", "p-2", **template))
+    second = await driver.prepare(order("s-2", "p-2", ttl_s=600.0, **template))
     reused_s = time.monotonic() - started_s
     with capsys.disabled():
         print(f"\na sandbox with setup {new_s:.2f} s, from its kept setup {reused_s:.2f} s: {reused_s / new_s:.2f}")
