@@ -8,10 +8,10 @@ The agents are the released package, their tasks small repositories with a faili
 every run ends: each turn is computed by the engine, with its prompt and as many tokens as the script says, and then the
 answer is replaced by the script's next command. Arms: `own`: each agent makes and sets up a container of its own and
 removes it; `own-left`: nothing removes it; `prepared`: the proxy prepares it from a template with the same setup and
-removes it; `reused`: the same with `reuse_setup`; `killed`: that proxy gets `kill -9`, and the agents, too, once a third
-of them has ended, and what is left is counted when nothing goes any more. On the critical path is what an agent waits
-for its sandbox. Disk is what the engine's file system takes beyond its beginning, and the setups that the proxy keeps.
-It needs root, as the tests' own Docker engine does.
+removes it; `reused`: the same with `reuse_setup`; `killed`: that proxy gets `kill -9`, and the agents, too, once a
+third of them has ended, and what is left is counted when nothing goes any more. On the critical path is what an agent
+waits for its sandbox. Disk is what the engine's file system takes beyond its beginning, and the setups that the proxy
+keeps. It needs root, as the tests' own Docker engine does.
 """
 
 from __future__ import annotations
