@@ -8,8 +8,10 @@ The agents are the released package, their tasks small repositories with a faili
 every run ends: each turn is computed by the engine, with its prompt and as many tokens as the script says, and then the
 answer is replaced by the script's next command. Arms: `own`: each agent makes and sets up a container of its own and
 removes it; `own-left`: nothing removes it; `prepared`: the proxy prepares it from a template with the same setup and
-removes it; `reused`: the same with `reuse_setup`. On the critical path is what an agent waits for its sandbox. Disk is
-what the engine's file system takes beyond its beginning. It needs root, as the tests' own Docker engine does.
+removes it; `reused`: the same with `reuse_setup`; `killed`: that proxy gets `kill -9`, and the agents, too, once a
+third of them has ended, and what is left is counted when nothing goes any more. On the critical path is what an agent
+waits for its sandbox. Disk is what the engine's file system takes beyond its beginning, and the setups that the proxy
+keeps. It needs root, as the tests' own Docker engine does.
 """
 
 from __future__ import annotations
@@ -46,9 +48,13 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
-ARMS = ("own", "own-left", "prepared", "reused")
+ARMS = ("own", "own-left", "prepared", "reused", "killed")
 OUTPUT_TOKENS = 48
 WATCH_S = 0.25
+KILLED_TTL_S = 90.0
+"""How long sandboxes may live in the arm whose proxy is killed."""
+GONE_S = 300.0
+"""How long what it left may take to go."""
 
 
 @dataclass
@@ -122,12 +128,13 @@ def _plain(message: Json) -> Json:
     return {"role": role, "content": f"{message.get('content') or ''} {calls}".strip()}
 
 
-def config_file(folder: Path, *, reuse: bool, sandboxes_count: int) -> Path:
+def config_file(folder: Path, arm: str, *, sandboxes_count: int) -> Path:
     """Write the proxy's configuration: a template for each task."""
-    lines = ['sandboxes = ["docker"]', f"sandbox_max_count = {sandboxes_count}"]
+    lines = ['sandboxes = ["docker"]', f"sandbox_max_count = {sandboxes_count}", 'log_format = "json"']
     for task in TASKS:
         lines += [f"[sandbox_templates.{task.name}]", f'image = "{BASE_IMAGE}"', f"setup = {json.dumps(task.setup)}"]
-        lines += [f"reuse_setup = {str(reuse).lower()}"]
+        lines += [f"reuse_setup = {str(arm in ('reused', 'killed')).lower()}"]
+        lines += [f"ttl_s = {KILLED_TTL_S}"] if arm == "killed" else []
     path = folder / "proxy.toml"
     path.write_text("\n".join(lines) + "\n")
     return path
@@ -135,19 +142,20 @@ def config_file(folder: Path, *, reuse: bool, sandboxes_count: int) -> Path:
 
 async def run_arm(arm: str, policy: str, options: argparse.Namespace, engine: DockerEngine, engine_url: str) -> Json:
     """Run all agents once; return what was measured."""
-    before_bytes = shutil.disk_usage(engine.data_root).used
+    before_bytes, log_path = shutil.disk_usage(engine.data_root).used, options.logs / f"{arm}-{policy}.log"
+    images_count = _left(engine)["images"]
     disk: list[tuple[float, int]] = []
     front = ScriptedFront(engine_url, options.written_mb)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = config_file(folder, reuse=arm == "reused", sandboxes_count=options.sandboxes)
+        config = config_file(folder, arm, sandboxes_count=options.sandboxes)
         async with front.running() as url:
             command = ["serve", "--port", "0", "--backends", url, "--config", str(config), "--docker-url", engine.url]
             command += [] if policy == "default" else ["--policy", policy]
-            async with thunderagent(*command, log_path=options.logs / f"{arm}-{policy}.log") as proxy:
+            async with thunderagent(*command, log_path=log_path) as proxy:
                 plan = {
                     "name": f"{arm}-{policy}",
-                    "prepared": arm in ("prepared", "reused"),
+                    "prepared": arm in ("prepared", "reused", "killed"),
                     "removes": arm == "own",
                     "agents_count": options.agents,
                     "at_once": options.at_once,
@@ -159,15 +167,32 @@ async def run_arm(arm: str, policy: str, options: argparse.Namespace, engine: Do
                 started_s = time.monotonic()
                 watching = asyncio.create_task(_watch(engine, before_bytes, started_s, disk))
                 try:
-                    runs = await _run_agents(plan, engine, folder)
+                    until_count = options.agents // 3 if arm == "killed" else options.agents
+                    runs = await _run_agents(plan, engine, folder, until_count)
+                    if arm == "killed":
+                        proxy.process.kill()
+                        await proxy.process.wait()
                 finally:
                     watching.cancel()
                 took_s = time.monotonic() - started_s
-    left = _left(engine)
-    return _figures(runs, front, disk, took_s) | {"arm": arm, "policy": policy, "left": left}
+    figures = _figures(runs, front, disk, took_s, log_path) | {"arm": arm, "policy": policy}
+    if arm == "killed":
+        figures |= {"left_at_once": _left(engine), "gone_after_s": await _gone(engine, images_count)}
+    left = _left(engine, remove=True)
+    return figures | {"left": left | {"images": left["images"] - images_count}}
 
 
-async def _run_agents(plan: Json, engine: DockerEngine, folder: Path) -> list[Json]:
+async def _gone(engine: DockerEngine, images_count: int) -> float:
+    """Wait until nothing is left, within `GONE_S`; return how long that took, in seconds."""
+    started_s = time.monotonic()
+    nothing = {"containers": 0, "networks": 0, "volumes": 0, "images": images_count}
+    while await asyncio.to_thread(_left, engine) != nothing and time.monotonic() < started_s + GONE_S:
+        await asyncio.sleep(1.0)
+    return time.monotonic() - started_s
+
+
+async def _run_agents(plan: Json, engine: DockerEngine, folder: Path, until_count: int) -> list[Json]:
+    """Run the agents until so many have ended, and end the others. Raises RuntimeError if one of the first failed."""
     environment = agent_environment(engine.url, folder) | {"PYTHONPATH": str(ROOT)}
     process = await asyncio.create_subprocess_exec(
         *(str(ensure_mini_swe_agent()), "-m", "benchmarks.agents_run"),
@@ -178,13 +203,20 @@ async def _run_agents(plan: Json, engine: DockerEngine, folder: Path) -> list[Js
         stderr=(folder / "agents.log").open("wb"),
         limit=2**24,
     )
+    runs: list[Json] = []
+    assert process.stdin is not None
+    assert process.stdout is not None
     try:
-        said, _ = await process.communicate(json.dumps(plan).encode())
+        process.stdin.write(json.dumps(plan).encode())
+        process.stdin.close()
+        while len(runs) < until_count and (line := await process.stdout.readline()):
+            if line.startswith(b"{"):
+                runs.append(json.loads(line))
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
-    runs = [json.loads(line) for line in said.splitlines() if line.startswith(b"{")]
-    if len(runs) != plan["agents_count"] or any("error" in run for run in runs):
+        await process.wait()
+    if len(runs) != until_count or any("error" in run for run in runs):
         failed = [run["error"] for run in runs if "error" in run]
         raise RuntimeError(f"{failed[:3]}; {(folder / 'agents.log').read_text()[-2000:]}")
     return runs
@@ -197,8 +229,8 @@ async def _watch(engine: DockerEngine, before_bytes: int, started_s: float, disk
         await asyncio.sleep(WATCH_S)
 
 
-def _left(engine: DockerEngine) -> Json:
-    """Count what is left at the engine, by kind; remove the containers."""
+def _left(engine: DockerEngine, *, remove: bool = False) -> Json:
+    """Count what is at the engine, by kind; `remove` the containers."""
     with contextlib.closing(engine.client()) as client:
         containers = client.containers(all=True)
         networks = [each for each in client.networks() if each["Name"] not in ("bridge", "host", "none")]
@@ -206,13 +238,38 @@ def _left(engine: DockerEngine) -> Json:
             "containers": len(containers),
             "networks": len(networks),
             "volumes": len(client.volumes()["Volumes"] or ()),
+            "images": len(client.images(quiet=True)),
         }
-        for each in containers:
+        for each in containers if remove else ():
             client.remove_container(each["Id"], force=True, v=True)
     return left
 
 
-def _figures(runs: list[Json], front: ScriptedFront, disk: list[tuple[float, int]], took_s: float) -> Json:
+def _preparations(log_path: Path) -> Json:
+    """Return from the proxy's log what preparations took: the first of each template, and later ones."""
+    first_s: dict[str, float] = {}
+    later_s: list[float] = []
+    kept_bytes = 0
+    for line in log_path.read_text().splitlines():
+        said = json.loads(line) if line.startswith("{") else {}
+        if said.get("event") == "sandbox_setup_kept":
+            kept_bytes += said["size_bytes"]
+        elif said.get("event") == "sandbox_ready":
+            if said["template"] in first_s:
+                later_s.append(said["prepare_s"])
+            else:
+                first_s[said["template"]] = said["prepare_s"]
+    medians = {"first": median(first_s.values()) if first_s else None, "later": median(later_s) if later_s else None}
+    return {
+        "prepare_s": medians | {"first_all": list(first_s.values()), "later_all": later_s},
+        "kept_bytes": kept_bytes,
+    }
+
+
+def _figures(
+    runs: list[Json], front: ScriptedFront, disk: list[tuple[float, int]], took_s: float, log_path: Path
+) -> Json:
+    preparations = _preparations(log_path)
     tool_s = sorted(each for run in runs for each in run["tool_s"])
     critical_s = sorted(run["critical_s"] for run in runs)
     return {
@@ -221,7 +278,8 @@ def _figures(runs: list[Json], front: ScriptedFront, disk: list[tuple[float, int
         "steps_per_min": 60 * sum(run["turn_count"] for run in runs) / took_s,
         "hit_ratio": front.cached_tokens / max(1, front.prompt_tokens),
         "critical_s": {"mean": fmean(critical_s), "median": median(critical_s), "most": critical_s[-1]},
-        "disk_peak_bytes": max(used for _, used in disk),
+        **preparations,
+        "disk_peak_bytes": max(used for _, used in disk) + preparations["kept_bytes"],
         "disk": disk[:: max(1, len(disk) // 200)],
         "tool_s": {"mean": fmean(tool_s), "median": median(tool_s), "p95": tool_s[int(0.95 * len(tool_s))]},
         "took_s": took_s,
@@ -233,6 +291,7 @@ def show(results: list[Json]) -> None:
     table = Table(title="Agents in sandboxes")
     for name in (
         *("arm", "policy", "solved", "programs/h", "steps/min", "hits", "on the critical path, mean s (most)"),
+        "to prepare: first, later, s",
         *("disk at peak, MB", "tool, mean s (p95)", "left"),
     ):
         table.add_column(name, justify="left" if name in ("arm", "policy") else "right")
@@ -241,6 +300,7 @@ def show(results: list[Json]) -> None:
             *(each["arm"], each["policy"], str(each["solved_count"]), f"{each['programs_per_hour']:.0f}"),
             *(f"{each['steps_per_min']:.1f}", f"{each['hit_ratio']:.2f}"),
             f"{each['critical_s']['mean']:.2f} ({each['critical_s']['most']:.1f})",
+            " ".join("" if each["prepare_s"][k] is None else f"{each['prepare_s'][k]:.1f}" for k in ("first", "later")),
             f"{each['disk_peak_bytes'] / 1e6:.0f}",
             f"{each['tool_s']['mean']:.2f} ({each['tool_s']['p95']:.2f})",
             " ".join(f"{count} {kind}" for kind, count in each["left"].items()),
@@ -264,11 +324,11 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--agents", type=int, default=24, help="agents in all")
     parser.add_argument("--at-once", type=int, default=24, help="agents that are open at a time")
-    parser.add_argument("--sandboxes", type=int, default=6, help="sandbox_max_count of the proxy")
-    parser.add_argument("--arms", default="own-left,reused", help=f"of {', '.join(ARMS)}")
+    parser.add_argument("--sandboxes", type=int, default=5, help="sandbox_max_count of the proxy")
+    parser.add_argument("--arms", default="own-left,prepared,reused,killed", help=f"of {', '.join(ARMS)}")
     parser.add_argument("--policies", default="default", help="policies of the proxy; default is its own")
     parser.add_argument("--engine-url", default="", help="a running engine; by default a simulated one is started")
-    parser.add_argument("--kv-tokens", type=int, default=16_000, help="KV pool of the simulated engine")
+    parser.add_argument("--kv-tokens", type=int, default=4_000, help="KV pool of the simulated engine")
     parser.add_argument("--speed", type=float, default=1.0, help="of the simulated engine")
     parser.add_argument("--written-mb", type=int, default=30, help="what each agent writes into its sandbox")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir(), "thunderagent-agents"))

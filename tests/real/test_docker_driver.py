@@ -351,7 +351,7 @@ async def test_a_sandbox_from_a_kept_setup_is_like_new_and_starts_soon(
         "reuse_setup": True,
     }
     started_s = time.monotonic()
-    first = await driver.prepare(order("s-1", **template))
+    first = await driver.prepare(order("s-1", ttl_s=600.0, **template))
     new_s = time.monotonic() - started_s
     wanted = inside(client, first.handle, CONTENT)
     assert "repo/hard" in wanted
@@ -366,7 +366,7 @@ async def test_a_sandbox_from_a_kept_setup_is_like_new_and_starts_soon(
     await driver.reclaim(first.handle)
 
     started_s = time.monotonic()
-    second = await driver.prepare(order("s-2", "p-2", **template))
+    second = await driver.prepare(order("s-2", "p-2", ttl_s=600.0, **template))
     reused_s = time.monotonic() - started_s
     with capsys.disabled():
         print(f"\na sandbox with setup {new_s:.2f} s, from its kept setup {reused_s:.2f} s: {reused_s / new_s:.2f}")
@@ -403,6 +403,77 @@ async def test_a_setup_that_failed_is_not_kept(driver: DockerDriver, client: Any
             made.add(inside(client, place.handle, "cat /made"))
             await driver.reclaim(place.handle)
         assert len(made) == (1 if reuse_setup else 2)
+
+
+async def test_a_setup_that_changes_many_files_is_kept_by_one_request(driver: DockerDriver, client: Any) -> None:
+    """A request for each would take minutes. Links among them, long names and rights are kept, too."""
+    names = "a$i"
+    many = (
+        f"cd /etc && i=0; while [ $i -lt 3000 ]; do echo $i > {names}; i=$((i+1)); done; ln a7 hard; ln -s a8 soft;"
+        "chmod 640 a9; chown 7:8 a10; echo long > $(printf '%0200d' 1)"
+    )
+    seen = "cd /etc && ls | wc -l; cat a2999 hard soft; stat -c '%a %u %g %h' a7 a9 a10; cat 000*1"
+    template: dict[str, Any] = {"setup": [many], "reuse_setup": True}
+    contents = []
+    for number in range(2):
+        place = await driver.prepare(order(f"s-{number}", **template))
+        contents.append(inside(client, place.handle, seen))
+        asked = inside(client, place.handle, "stat -c %Y /etc/a5")
+        contents.append(asked)
+        await driver.reclaim(place.handle)
+    assert contents[0] == contents[2]
+    assert contents[1] == contents[3]  # written once
+    assert "long" in contents[0]
+
+
+@pytest.mark.parametrize("bytes_per_s", [1.0, 1e15], ids=["by path", "of the whole"])
+async def test_a_file_that_is_linked_to_one_of_the_image_is_kept(
+    driver: DockerDriver, client: Any, monkeypatch: pytest.MonkeyPatch, bytes_per_s: float
+) -> None:
+    """However it is copied, the content comes along."""
+    monkeypatch.setattr("thunderagent.tools.docker.setups.WHOLE_BYTES_PER_S", bytes_per_s)
+    template: dict[str, Any] = {"setup": ["mkdir /new && ln /etc/passwd /new/linked"], "reuse_setup": True}
+    contents = []
+    for number in range(2):
+        place = await driver.prepare(order(f"s-{number}", **template))
+        contents.append(inside(client, place.handle, "cat /new/linked; stat -c %Y /new"))
+        await driver.reclaim(place.handle)
+    assert contents[0] == contents[1]
+    assert "root" in contents[0]
+
+
+# --- suspending -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_suspended_sandbox_stands_still_and_goes_on(driver: DockerDriver, client: Any) -> None:
+    """Its processes stop and keep their memory; it is woken however often, and removed as it is."""
+    count = "i=0; while :; do i=$((i+1)); echo $i > /count; sleep 0.05; done"
+    place = await driver.prepare(order(command=["sh", "-c", count], ready_command="test -s /count", stop_grace_s=5.0))
+
+    def counted() -> int:
+        head, _ = client.get_archive(place.handle, "/count")  # a frozen one runs no command
+        with tarfile.open(fileobj=io.BytesIO(b"".join(head))) as archive:
+            file = archive.extractfile("count")
+            assert file is not None
+            return int(file.read() or 0)
+
+    await driver.suspend(place.handle)
+    with pytest.raises(docker.errors.APIError, match="paused"):
+        client.exec_start(client.exec_create(place.handle, ["true"])["Id"])
+    (found,) = await driver.find()
+    assert (found.running, found.ended) == (False, False)
+    still = counted()
+    await asyncio.sleep(1.0)
+    assert counted() == still
+    await driver.wake(place.handle)
+    await driver.wake(place.handle)
+    await until(lambda: counted() > still)
+    await driver.suspend(place.handle)
+    started_s = time.monotonic()
+    await driver.reclaim(place.handle)
+    print(f"removed in {time.monotonic() - started_s:.1f} s")
+    assert await driver.find() == []
+    await driver.wake(place.handle)
 
 
 # --- the end of a sandbox ---------------------------------------------------------------------------------------------

@@ -93,9 +93,9 @@ class Rollout:
         await self.gone()
         return time.monotonic() - began_s
 
-    async def takes_turn(self, program_id: str) -> httpx2.Response:
-        """Make one turn."""
-        body = {"model": "simulated", "max_tokens": 4, "messages": [{"role": "user", "content": "w1 w2 w3"}]}
+    async def takes_turn(self, program_id: str, **fields: Any) -> httpx2.Response:
+        """Make one turn; `fields` are further ones of its body."""
+        body = {"model": "simulated", "max_tokens": 4, "messages": [{"role": "user", "content": "w1 w2 w3"}], **fields}
         return await self.client.post(f"/p/{program_id}/v1/chat/completions", json=body)
 
     async def releases(self, *program_ids: str) -> None:
@@ -271,6 +271,31 @@ async def test_preparation_hides_behind_the_wait(engine: DockerEngine, tmp_path:
             assert (await rollout.sandbox(previous))["stage"] in ("ready", "in_use")
         await rollout.releases(previous)
         await rollout.gone()
+
+
+async def test_a_container_that_turns_name_goes_with_its_program(engine: DockerEngine, rollout: Rollout) -> None:
+    """As `docker_ids` of the body, by name or by id; another program's stays."""
+    with contextlib.closing(engine.client()) as docker:
+        made = [docker.create_container(IMAGE, ["sleep", "600"], name=f"named-{n}")["Id"] for n in range(3)]
+        for each in made:
+            docker.start(each)
+        for _ in range(2):
+            assert (await rollout.takes_turn("p0", docker_ids=["named-0", made[1]])).status_code == 200
+        assert (await rollout.takes_turn("p1", extra_body={"docker_ids": ["named-2"]})).status_code == 200
+
+        async def taken() -> bool:
+            found = [
+                each["handle"]
+                for name in ("p0", "p1")
+                for each in (await rollout.client.get(f"/programs/{name}/sandboxes")).json()["sandboxes"]
+            ]
+            return sorted(found) == sorted(made)
+
+        await until(taken, within_s=60)
+        await rollout.releases("p0")
+        await until(_async(lambda: [each["Id"] for each in docker.containers(all=True)] == [made[2]]), within_s=60)
+        await rollout.releases("p1")
+        await until(_async(lambda: docker.containers(all=True) == []), within_s=60)
 
 
 async def _twenty(rollout: Rollout, ttl_s: float) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import structlog
 
@@ -181,6 +181,17 @@ class Driver(Protocol):
 
     async def close(self) -> None:
         """Close connections and threads; sandboxes stay."""
+
+
+@runtime_checkable
+class Suspending(Protocol):
+    """A driver whose sandboxes can stand still: their processes stop, and keep their memory."""
+
+    async def suspend(self, handle: str) -> None:
+        """Stop all processes of a sandbox. Raises `SandboxError`."""
+
+    async def wake(self, handle: str) -> None:
+        """Let them go on; one that runs, or is gone, is no error. Raises `SandboxError`."""
 
 
 @contextmanager

@@ -25,6 +25,7 @@ def report_of(sandbox: Sandbox, now_s: float) -> Report:
         "stage": sandbox.stage.value,
         "program_ids": list(sandbox.program_ids),
         "given": sandbox.given,
+        "suspended": sandbox.suspended,
         "handle": place.handle if place else None,
         "address": place.address if place else None,
         "ports": {str(inside): list(outside) for inside, outside in place.ports.items()} if place else {},

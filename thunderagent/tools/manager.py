@@ -8,7 +8,9 @@ actions becomes a task of one group, so that nothing outlives `run`.
 
 A preparation that fails goes back to the table, which tries again or gives up. A preparation that is no longer wanted
 is cancelled; the driver then removes what it had begun. A reclaiming that fails is repeated until it succeeds, because
-its object is ours; it is given up when the object has ended by itself, or was never ours to end. After each loss of
+its object is ours; it is given up when the object has ended by itself, or was never ours to end. A sandbox whose
+template says so is suspended while its program waits for long, nothing runs in it and nobody else uses it, and woken
+ahead of the turn: when that is expected soon, at the latest as it is let in. After each loss of
 contact and now and then, the engines' state is compared with the table. Objects with our name and an earlier run's are
 orphans and are removed at the start. Objects of this run that are not in the table are left from a failed preparation
 or sandbox, and are removed whenever they are seen. A look takes time: it says nothing of what came or went since it
@@ -44,7 +46,7 @@ from thunderagent.errors import (
 )
 from thunderagent.programs.model.decisions import Decision, Grant, Release, Restore
 from thunderagent.programs.model.events import Event
-from thunderagent.tools.base import Command, Driver, Found, Order, Owner, Place, Usage
+from thunderagent.tools.base import Command, Driver, Found, Order, Owner, Place, Suspending, Usage
 from thunderagent.tools.contact import Contact, ContactSettings
 from thunderagent.tools.feed import Feed, Report, report_of
 from thunderagent.tools.requests import MOST_SANDBOXES_COUNT, SandboxRequest, read_requests
@@ -53,6 +55,11 @@ from thunderagent.tools.table import Prepare, Reclaim, SandboxTable, needed_in_s
 from thunderagent.tools.template import Template
 
 log = structlog.get_logger("thunderagent.sandboxes")
+
+SUSPEND_OVER_S = 5.0
+"""Programs that are expected to wait for longer have their sandboxes suspended."""
+WAKE_AHEAD_S = 2.0
+"""How long before their turn these are woken, if it is foreseen."""
 
 HEARS = (Grant, Restore, Release)
 """Kinds of events for `Manager.observe`."""
@@ -165,6 +172,9 @@ class Manager:
         self._commands: dict[str, set[Run]] = {}
         """Commands that began in sandboxes of a program since its last turn. None is empty."""
         self._preparing: dict[str, asyncio.Task[None]] = {}
+        self._settling: set[str] = set()
+        """Sandboxes that are being suspended, or woken."""
+        self._may_suspend = self.settings.takes_specs or any(each.suspend for each in templates.values())
         self._changed = asyncio.Event()
         self._contacts = {kind: Contact(d, self, self.settings.contact) for kind, d in drivers.items()}
         self._group: asyncio.TaskGroup | None = None
@@ -385,7 +395,57 @@ class Manager:
                 self._on_waited(0.0)
             elif sandbox.stage in COMING:
                 self._changed.set()
+            elif sandbox.wants_suspension:
+                self._suspend(sandbox, wanted=False)
         self.table.used(self._clock(), program_id)
+
+    # --- suspending ---------------------------------------------------------------------------------------------------
+
+    def _suspend_and_wake(self, holds_s: Mapping[str, float]) -> None:
+        """Suspend what is not needed for long, and wake what is needed soon; `holds_s` is for programs that wait."""
+        for sandbox in self.table:
+            if not sandbox.template.suspend or sandbox.stage is not Stage.IN_USE:
+                continue
+            is_idle = len(sandbox.program_ids) == 1 and self._commands.keys().isdisjoint(sandbox.program_ids)
+            hold_s = min((holds_s.get(each, 0.0) for each in sandbox.program_ids), default=0.0) if is_idle else 0.0
+            if sandbox.wants_suspension:
+                if hold_s <= WAKE_AHEAD_S:
+                    self._suspend(sandbox, wanted=False)
+            elif hold_s > SUSPEND_OVER_S and not sandbox.stays_awake:
+                self._suspend(sandbox, wanted=True)
+
+    def _suspend(self, sandbox: Sandbox, *, wanted: bool) -> None:
+        """Suspend a sandbox soon, or wake it."""
+        sandbox.wants_suspension = wanted
+        if self._group is not None and sandbox.sandbox_id not in self._settling:
+            self._settling.add(sandbox.sandbox_id)
+            self._group.create_task(self._settle(sandbox))
+
+    async def _settle(self, sandbox: Sandbox) -> None:
+        """Suspend and wake a sandbox until it is as it is wanted. What may be suspended is woken, however often."""
+        driver, kind = self._drivers[sandbox.template.driver], sandbox.template.driver
+        assert isinstance(driver, Suspending)
+        delay_s = self.settings.contact.retry_s
+        try:
+            while sandbox.place is not None and sandbox.wants_suspension != sandbox.suspended:
+                handle, wanted, sandbox.suspended = sandbox.place.handle, sandbox.wants_suspension, True
+                try:
+                    async with _only_sandbox_errors(kind):
+                        await (driver.suspend(handle) if wanted else driver.wake(handle))
+                except SandboxError as error:
+                    log.warning("sandbox_not_suspended", driver=kind, handle=handle, wanted=wanted, why=error.for_log)
+                    if wanted:
+                        sandbox.wants_suspension, sandbox.stays_awake = False, True
+                        continue
+                    if sandbox.stage is not Stage.IN_USE:
+                        return
+                    await asyncio.sleep(delay_s)
+                    delay_s = min(2 * delay_s, self.settings.contact.retry_limit_s)
+                else:
+                    sandbox.suspended = wanted
+                    self._tell(sandbox)
+        finally:
+            self._settling.discard(sandbox.sandbox_id)
 
     # --- carrying out -----------------------------------------------------------------------------------------------
 
@@ -414,7 +474,10 @@ class Manager:
     def _plan(self, group: asyncio.TaskGroup) -> None:
         self._let_idle_go()
         self._changed.clear()
-        needs = needed_in_s(self._programs.runs, self._programs.expected_holds_s())
+        holds_s = self._programs.expected_holds_s()
+        if self._may_suspend:
+            self._suspend_and_wake(holds_s)
+        needs = needed_in_s(self._programs.runs, holds_s)
         for action in self.table.plan(self._clock(), needs):
             sandbox = action.sandbox
             if isinstance(action, Prepare):

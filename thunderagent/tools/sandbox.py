@@ -132,8 +132,11 @@ class Sandbox:
         "sandbox_id",
         "share_key",
         "stage",
+        "stays_awake",
+        "suspended",
         "template",
         "template_name",
+        "wants_suspension",
         "why",
     )
 
@@ -149,6 +152,11 @@ class Sandbox:
         self.stage = Stage.REQUESTED
         self.given = False
         """Made by somebody else, who gave it to us to reclaim."""
+        self.wants_suspension = False
+        self.suspended = False
+        """Whether it stands still, as far as is known: the engine may be about to stop it, or to wake it."""
+        self.stays_awake = False
+        """The engine could not suspend it."""
         self.attempt_count = 0
         self.retry_at_s = 0.0
         self.begun_s: float | None = None

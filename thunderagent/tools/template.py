@@ -68,6 +68,11 @@ class Template(BaseModel):
         description="docker: keep the files that setup made, for ttl_s, and start later sandboxes of this template "
         "from them instead of running it again; for a setup that leaves nothing but files",
     )
+    suspend: bool = Field(
+        False,
+        description="docker: freeze it while its program's next turn waits for memory, and wake it ahead of that turn; "
+        "for agents that do nothing in it meanwhile",
+    )
     ready_command: str = Field("", description="shell command that succeeds inside when the sandbox is usable")
     ready_port: int | None = Field(None, gt=0, le=65535, description="port of `ports` that accepts when it is usable")
     ready_interval_s: float = Field(
@@ -121,6 +126,8 @@ class Template(BaseModel):
             raise ValueError("a spare sandbox cannot have a program's own network: its program is not known yet")
         if self.reuse_setup and (self.driver != "docker" or self.mounts):
             raise ValueError("reuse_setup is for docker templates without mounts: what setup writes there is not kept")
+        if self.suspend and self.driver != "docker":
+            raise ValueError("suspend is for docker templates")
         if self.ready_port is not None and self.ready_port not in self.ports:
             raise ValueError(f"ready_port {self.ready_port} is not among ports")
         if self.run_as_user == 0 and self.pod_security == "restricted":

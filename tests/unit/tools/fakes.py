@@ -37,6 +37,11 @@ class FakeDriver:
         self.reclaim_error: Exception | None = None
         self.reclaim_hold: asyncio.Event | None = None
         self.reclaim_hold_count = 0
+        self.suspended: set[str] = set()
+        self.suspensions: list[tuple[str, str]] = []
+        """What was suspended and woken, in order, and those that failed."""
+        self.suspend_error: Exception | None = None
+        self.wake_error: Exception | None = None
         self.stuck: set[str] = set()
         """Handles whose reclaiming hangs."""
         self.reclaimed: list[str] = []
@@ -138,6 +143,20 @@ class FakeDriver:
         self.reclaimed.append(handle)
         if handle in self.there:
             self.kill(handle, "removed")
+
+    async def suspend(self, handle: str) -> None:
+        await asyncio.sleep(0)
+        self.suspensions.append(("suspend", handle))
+        self.suspended.add(handle)
+        if self.suspend_error is not None:
+            raise self.suspend_error
+
+    async def wake(self, handle: str) -> None:
+        await asyncio.sleep(0)
+        self.suspensions.append(("wake", handle))
+        if self.wake_error is not None:
+            raise self.wake_error
+        self.suspended.discard(handle)
 
     async def find(self) -> Sequence[Found]:
         await asyncio.sleep(0)

@@ -31,7 +31,7 @@ from thunderagent.programs.model.decisions import Grant, Reason, Release, Restor
 from thunderagent.programs.model.events import Tick
 from thunderagent.tools.base import Owner, Place, Usage
 from thunderagent.tools.contact import ContactSettings
-from thunderagent.tools.manager import Manager, ManagerSettings
+from thunderagent.tools.manager import SUSPEND_OVER_S, WAKE_AHEAD_S, Manager, ManagerSettings
 from thunderagent.tools.sandbox import Caps, Stage
 from thunderagent.tools.template import Template
 
@@ -946,3 +946,89 @@ async def test_an_unexpected_error_of_a_named_container_stops_nothing() -> None:
         world.driver.adopt = adopt  # type: ignore[method-assign]
         world.manager.sandboxes_named("p", ["box"])
         assert (await world.has_ready("q"))["stage"] == "ready"
+
+
+# --- suspending -------------------------------------------------------------------------------------------------------
+
+STANDS_STILL = {"still": Template(image="i", suspend=True), "plain": Template(image="plain")}
+
+
+@asynccontextmanager
+async def used(template: str = "still") -> AsyncIterator[tuple[World, str]]:
+    """Run a manager with a program that uses a sandbox, and waits for nothing."""
+    async with running(templates=STANDS_STILL) as world:
+        handle = (await world.has_ready("p", template=template))["handle"]
+        world.admits("p")
+        assert world.manager.of_program("p")[0]["stage"] == "in_use"
+        yield world, handle
+
+
+async def test_a_sandbox_stands_still_while_its_program_waits_and_wakes_ahead_of_its_turn() -> None:
+    """Neither a short wait nor a running tool suspends it, and each change is reported."""
+    async with used() as (world, handle):
+        (sandbox,) = world.manager.table
+        world.programs.holds_s = {"p": SUSPEND_OVER_S}
+        await asyncio.sleep(5 * FAST.plan_interval_s)
+        assert world.driver.suspensions == []
+        async with world.manager.feed("p") as changes:
+            world.programs.holds_s = {"p": SUSPEND_OVER_S + 1}
+            await world.until(lambda: sandbox.suspended and handle in world.driver.suspended)
+            report = await changes.get()
+            assert report is not None
+            assert report["suspended"]
+        world.programs.holds_s = {"p": WAKE_AHEAD_S + 0.5}
+        await asyncio.sleep(5 * FAST.plan_interval_s)
+        assert handle in world.driver.suspended
+        world.programs.holds_s = {"p": WAKE_AHEAD_S}
+        await world.until(lambda: not world.manager.of_program("p")[0]["suspended"])
+        assert world.driver.suspended == set()
+        assert world.driver.suspensions == [("suspend", handle), ("wake", handle)]
+
+
+async def test_a_turn_that_is_let_in_before_it_was_expected_wakes_the_sandbox() -> None:
+    """Also one that is about to be suspended."""
+    async with used() as (world, handle):
+        (sandbox,) = world.manager.table
+        world.programs.holds_s = {"p": 60.0}
+        await world.until(lambda: sandbox.suspended)
+        world.programs.holds_s = {}
+        world.admits("p")
+        assert not sandbox.wants_suspension
+        await world.until(lambda: not sandbox.suspended)
+        assert world.driver.suspensions[-1] == ("wake", handle)
+
+
+@pytest.mark.parametrize("why", ["a command runs", "another uses it", "its template does not say so"])
+async def test_a_sandbox_in_which_something_may_happen_is_not_suspended(why: str) -> None:
+    async with used("plain" if why == "its template does not say so" else "still") as (world, handle):
+        if why == "a command runs":
+            world.driver.runs(handle, "e-1", "pytest")
+            await world.until(lambda: world.programs.tools)
+        elif why == "another uses it":
+            world.manager.table.sandboxes["s1"].program_ids["q"] = None
+        world.programs.holds_s = {"p": 60.0, "q": 60.0}
+        await asyncio.sleep(5 * FAST.plan_interval_s)
+        assert world.driver.suspensions == []
+        world.manager.table.sandboxes["s1"].program_ids.pop("q", None)
+
+
+async def test_what_could_not_be_suspended_is_woken_and_stays_awake() -> None:
+    """Nobody knows whether the engine suspended it after all; waking is tried until it works."""
+    async with used() as (world, handle):
+        world.driver.suspend_error = world.driver.wake_error = SandboxEngineError("no answer")
+        world.programs.holds_s = {"p": 60.0}
+        await world.until(lambda: world.driver.suspensions.count(("wake", handle)) >= 2)
+        assert handle in world.driver.suspended
+        world.driver.wake_error = None
+        await world.until(lambda: not world.manager.of_program("p")[0]["suspended"])
+        assert world.driver.suspended == set()
+        await asyncio.sleep(5 * FAST.plan_interval_s)
+        assert world.driver.suspensions.count(("suspend", handle)) == 1
+
+
+async def test_a_suspended_sandbox_goes_with_its_program() -> None:
+    async with used() as (world, handle):
+        world.programs.holds_s = {"p": 60.0}
+        await world.until(lambda: handle in world.driver.suspended)
+        world.releases("p")
+        await world.until(lambda: world.driver.reclaimed == [handle])

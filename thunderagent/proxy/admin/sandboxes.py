@@ -96,6 +96,7 @@ class SandboxReport(Report):
     stage: Literal["requested", "preparing", "ready", "in_use", "reclaiming", "failed", "gone"]
     program_ids: list[str]
     given: bool = Field(description="somebody else made it")
+    suspended: bool = Field(description="it stands still while its program waits for memory; no command can begin")
     handle: str | None = Field(description="the engine's name or id of it")
     address: str | None
     ports: dict[str, list[str | int]] = Field(description="by the port inside: host and port to connect to")

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import structlog
-from docker import APIClient  # type: ignore[import-untyped]
+from docker import APIClient, errors  # type: ignore[import-untyped]
 
 from thunderagent.errors import NotFoundError, SandboxError, SandboxRefusedError
 from thunderagent.tools.base import (
@@ -44,7 +44,7 @@ from thunderagent.tools.base import (
     logging_failures,
 )
 from thunderagent.tools.docker.answers import Listed, labels_of, list_all, memory_bytes_of, place_of, volume_bytes_of
-from thunderagent.tools.docker.connection import ignoring, try_to_remove
+from thunderagent.tools.docker.connection import ignoring, none_if_missing, try_to_remove
 from thunderagent.tools.docker.engine import Engine
 from thunderagent.tools.docker.images import Images
 from thunderagent.tools.docker.networks import Networks
@@ -197,6 +197,8 @@ class DockerDriver:
             labels: Mapping[str, str] = info["Config"]["Labels"] or {}
             if not self._may_touch(info["Id"], labels):
                 raise SandboxRefusedError(f"the container {info['Name']} is not ours to remove")
+            if info["State"].get("Paused"):
+                await self.wake(info["Id"])  # it can neither end by itself nor be told to
             if info["State"]["Running"] and SANDBOX_LABEL in labels:
                 await self._stop(info["Id"], _grace_s(labels))
             await self._engine.remove(info["Id"])
@@ -240,6 +242,25 @@ class DockerDriver:
                 await self._images.drop_unused(made.image)
         except SandboxError as error:
             _log.warning("sandbox_remains_not_removed", network=made.network, image=made.image, why=error.message)
+
+    # --- suspending ---------------------------------------------------------------------------------------------------
+
+    async def suspend(self, handle: str) -> None:
+        """Freeze all processes of a container; it is refused new commands. Raises `SandboxError`."""
+        await self._engine.ask(lambda client: client.pause(handle))
+
+    async def wake(self, handle: str) -> None:
+        """Thaw a container; one that is not frozen, or gone, is no error. Raises `SandboxError`."""
+
+        def thaw(client: APIClient) -> None:
+            try:
+                client.unpause(handle)
+            except errors.APIError:
+                info = none_if_missing(client.inspect_container, handle)
+                if info is not None and info["State"].get("Paused"):
+                    raise
+
+        await self._engine.ask(thaw)
 
     # --- looking ------------------------------------------------------------------------------------------------------
 
