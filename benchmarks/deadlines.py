@@ -128,10 +128,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     case = Case(gap_s=args.gap_s, deadline_ratio=args.deadline_ratio, alone_ratio=args.alone_ratio, policy=args.policy)
     scenario = scenario_of("demo", minutes=240.0)
-    runs = [find(scenario, case, seed) for seed in range(args.seeds)]
+    runs = []
+    for seed in range(args.seeds):
+        runs.append(find(scenario, case, seed))
+        print(f"seed {seed}: {runs[-1]}", flush=True)
     ratio = Interval.of([each.others_ratio for each in runs])
-    for seed, each in enumerate(runs):
-        print(f"seed {seed}: {each}")
     worst = [min(each.in_time_count for each in runs), min(each.said_at_once_count for each in runs)]
     wrong = sum(each.wrongly_refused_count for each in runs)
     wanted = len(range(FIRST_FITS, case.programs_count, 10))
