@@ -36,6 +36,8 @@ from tests.integration.support import (
     word,
     writes,
 )
+from thunderagent.cli import main
+from thunderagent.programs.model.verdict import ReplicaState
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -361,6 +363,24 @@ async def test_a_replica_that_answers_500_is_failing_and_costs_no_turn() -> None
         assert (report["breaker"], report["verdict"]) == ("open", "failing")
         assert "it answered 500" in report["verdict_reason"]
         assert report["verdict_for_s"] >= 0
+
+
+async def test_a_verdict_is_the_same_wherever_it_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    async with two_replicas(**{**BREAKS, "breaker_backoff_s": 60.0}) as (broken, healthy, proxy):
+        await trip(proxy, broken)
+        report = await breaker_of(proxy, broken)
+        assert report["verdict"] == "failing"
+        samples = (await metrics_of(proxy.url))["thunderagent_replica_verdict"]
+        of_replica = {
+            replica.replica_id: {
+                labels[1] for labels, value in samples.items() if value and labels[0] == replica.replica_id
+            }
+            for replica in (broken, healthy)
+        }
+        assert of_replica == {broken.replica_id: {"failing"}, healthy.replica_id: {"up"}}
+        assert len(samples) == 2 * len(ReplicaState)
+        assert await asyncio.to_thread(main, ["status", "--url", proxy.url]) == 0
+        assert f"failing: {report['verdict_reason']}" in " ".join(capsys.readouterr().out.split())
 
 
 async def test_a_turn_that_fails_everywhere_says_nothing_of_a_replica() -> None:

@@ -1,8 +1,9 @@
 """Four engines that fail, alone and in pairs, under 64 programs: the whole proxy on loopback sockets, in virtual time.
 
 Each engine runs a few turns at once, and others wait in its queue: the load is more than four engines can serve.
-ENGINE_FAULTS=all runs each failure, each pair of different ones, and an hour of overload; without it a few failures
-run, alone. ENGINE_FAULTS=real runs each failure in real time, for a quarter of an hour.
+ENGINE_FAULTS=all runs each failure, each pair of different ones, and an hour of overload; without it a few pairs run,
+so that a failure of each kind is seen once. ENGINE_FAULTS=real runs each failure in real time, for a quarter of an
+hour.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import os
 from collections import Counter
 from itertools import combinations, count, cycle
-from math import inf
+from math import ceil, inf
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -40,6 +41,7 @@ from thunderagent.serving import building
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+    from contextlib import AbstractAsyncContextManager
 
     from tests.integration.support import Call, RunningProxy
 
@@ -94,14 +96,16 @@ PROBED = frozenset({"error 500", "error event"})
 """Failures whose engine is tried with a turn after 5 s, doubled each time."""
 
 MOST_PROBES_COUNT = 4
-SHORT = ("error 500", "freeze", "vanish", "restart", "collapse", "update")
+SHORT = (("error 500", "freeze"), ("vanish", "restart"), ("collapse", "update"))
 WHICH = os.environ.get("ENGINE_FAULTS", "")
 HEALED = frozenset({"restart", "slow metrics"})
 """Failures whose engine serves all the same."""
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(3600)
+"""A case takes ten seconds; but where others have the processors, twenty thousand waits for sockets take long."""
 
-CASES: list[tuple[str, ...]] = [(name,) for name in SHORT]
+CHECKED_EVERY_COUNT = 20
+CASES: list[tuple[str, ...]] = list(SHORT)
 if WHICH == "all":
     CASES = [*((name,) for name in FAULTS), *combinations(FAULTS, 2)]
 
@@ -347,11 +351,18 @@ class Rig:
         return wrong if self.ended["whole"] else [*wrong, "no turn ended"]
 
 
+def rig_proxy(
+    urls: Sequence[str], checked_every_count: int = CHECKED_EVERY_COUNT
+) -> AbstractAsyncContextManager[RunningProxy]:
+    options: dict[str, Any] = {"poll_interval_s": 1.0, "tick_s": 1.0, "policy": "breakeven"}
+    return running_proxy(*urls, checked_every_count=checked_every_count, **options)
+
+
 async def run_case(case: tuple[str, ...], engines: list[Engine]) -> list[str]:
     """Run the load with these failures, one to an engine; return what is wrong. Print a row of figures."""
     loop = asyncio.get_running_loop()
     urls = [engine.url for engine in engines]
-    async with running_proxy(*urls, poll_interval_s=1.0, tick_s=1.0, policy="breakeven") as proxy:
+    async with rig_proxy(urls) as proxy:
         rig = Rig(proxy, engines)
         programs = [asyncio.create_task(rig.program(number)) for number in range(PROGRAMS_COUNT)]
         await asyncio.sleep(REST_S / 2)
@@ -415,7 +426,7 @@ async def overload(for_s: float) -> list[str]:
     """Run the load on engines that can serve a quarter of it, and answer their polls late; return what is wrong."""
     async with running_engines(OVERLOAD_SLOTS_COUNT, LATE_S) as engines:
         urls = [engine.url for engine in engines]
-        async with running_proxy(*urls, poll_interval_s=1.0, tick_s=1.0, policy="breakeven") as proxy:
+        async with rig_proxy(urls, ceil(for_s)) as proxy:
             rig = Rig(proxy, engines)
             programs = [asyncio.create_task(rig.program(number)) for number in range(PROGRAMS_COUNT)]
             await rig.watch(for_s, OVERLOAD_LOOK_S)
@@ -450,7 +461,6 @@ def test_no_failure_of_an_engine_becomes_the_agents(case: tuple[str, ...]) -> No
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.timeout(3600)
 def test_overload_gives_no_engine_a_verdict() -> None:
     """For an hour if ENGINE_FAULTS=all, and else for two minutes."""
     wrong = in_virtual_time(lambda: overload(OVERLOAD_S if WHICH == "all" else OVERLOAD_S / 30))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import replace
+from os import sysconf
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -14,6 +16,7 @@ from benchmarks.load import LoadSpec, run_programs
 from tests.integration.support import (
     JSON_TYPE,
     CommandProcess,
+    Gate,
     answers,
     ask,
     chunk,
@@ -38,6 +41,32 @@ if TYPE_CHECKING:
 
 SLOW_POLLS = {"poll_interval_s": 30.0, "model_pools": False}
 """At this interval a turn, not a poll, finds out that a replica is gone. No turn waits to hear of models."""
+
+
+async def test_a_lost_peer_of_a_turn_is_noticed_within_a_minute() -> None:
+    """The kernel probes the connections to the client and to the engine, long before its own two hours."""
+    gate = Gate()
+    async with fake_replica(gate) as replica, running_proxy(replica.url) as proxy:
+        waiting = asyncio.create_task(ask(proxy.url, "a"))
+        await replica.call()
+        ends = [(urlsplit(proxy.url).port, True), (urlsplit(replica.url).port, False)]
+        await until(lambda: all(end in keepalive_timers_s() for end in ends))  # once what was sent is acknowledged
+        timers_s = keepalive_timers_s()
+        assert max(*timers_s[ends[0]], *timers_s[ends[1]]) <= 60
+        gate.open()
+        assert (await waiting).status == 200
+
+
+def keepalive_timers_s() -> dict[tuple[int | None, bool], list[float]]:
+    """Return when the kernel probes each connection next, by the known port, and whether it is the local one."""
+    timers_s: dict[tuple[int | None, bool], list[float]] = {}
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, remote, state, _, timer, *_ = line.split()
+        kind, when = timer.split(":")
+        if (state, kind) == ("01", "02"):
+            for address, is_local in ((local, True), (remote, False)):
+                timers_s.setdefault((int(address[-4:], 16), is_local), []).append(int(when, 16) / sysconf("SC_CLK_TCK"))
+    return timers_s
 
 
 async def test_a_replica_that_refuses_connections_is_passed_over() -> None:

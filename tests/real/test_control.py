@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 import pytest
 
+from benchmarks.real_engine import ensure_model
+from tests.real.conftest import HIDDEN_SIZE, LAYERS, MAX_MODEL_LEN
 from tests.real.support import COMPLETIONS, completion, events, metrics, replicas, until
 
 if TYPE_CHECKING:
@@ -195,4 +197,51 @@ async def test_no_turn_runs_into_a_command_whose_caller_leaves(
         assert set(ends) <= {(200, "length"), (200, "stop")}
         programs = (await client.get(f"{proxy_of_one.url}/programs")).json()["programs"]
         assert {program["verdict"] for program in programs} <= {"ok", "aborted_by_trainer"}
+        await client.post(f"{proxy_of_one.url}/programs/release", json={"all": True})
+
+
+async def test_no_turn_runs_into_new_weights_whose_caller_leaves(engine: RealEngine, proxy_of_one: Server) -> None:
+    """The trainer's call times out under load; each answer is that of the old weights or of the new ones, of no mix."""
+    models = [ensure_model(HIDDEN_SIZE, LAYERS, max_model_len=MAX_MODEL_LEN, seed=seed) for seed in (1, 0)]
+    body = completion(tokens_in(5, 64), 24)
+    async with httpx2.AsyncClient(timeout=120) as client:
+        texts: Counter[str] = Counter()
+        over = asyncio.Event()
+
+        async def update(number: int, **options: Any) -> httpx2.Response:
+            said = {"method": "reload_weights", "kwargs": {"weights_path": str(models[number % 2])}}
+            return await client.post(f"{proxy_of_one.url}/collective_rpc", json=said, **options)
+
+        async def tell(path: str) -> None:
+            assert (await client.post(f"{proxy_of_one.url}{path}")).status_code == 200, path
+
+        async def text(url: str, program_id: str) -> str:
+            answer = await client.post(f"{url}{COMPLETIONS}", json={**body, "program_id": program_id})
+            assert answer.status_code == 200, answer.text
+            return str(answer.json()["choices"][0]["text"])
+
+        async def rollout(number: int) -> None:
+            for _ in range(1000):
+                if over.is_set():
+                    return
+                texts[await text(proxy_of_one.url, f"rollout-{number}")] += 1
+
+        expected = set()
+        for number in range(2):
+            assert (await update(number)).status_code == 200
+            await tell("/reset_prefix_cache")
+            expected.add(await text(proxy_of_one.url, "alone"))
+        assert len(expected) == 2, "the two models differ"
+        rollouts = [asyncio.create_task(rollout(number)) for number in range(4)]
+        for number in range(6):
+            enough = texts.total() + 8
+            await until(lambda enough=enough: asyncio.sleep(0, texts.total() >= enough))
+            await tell("/pause?mode=wait")
+            with pytest.raises(httpx2.TimeoutException):
+                await update(number, timeout=httpx2.Timeout(60, read=0.001))
+            await tell("/reset_prefix_cache")
+            await tell("/resume")
+        over.set()
+        await asyncio.gather(*rollouts)
+        assert set(texts) == expected
         await client.post(f"{proxy_of_one.url}/programs/release", json={"all": True})
