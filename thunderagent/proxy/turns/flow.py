@@ -128,7 +128,7 @@ class Turns:
         websockets: Websockets,
         sandboxes: Preparer | None = None,
         judge: Judge | None = None,
-        record_turn: Callable[[Record], Any] | None = None,
+        record_turn: Callable[[], Any] | None = None,
         fence: Fence | None = None,
     ) -> None:
         """Forward with `client` to `replicas`, under `leases`; record in `made` which replica made which answer."""
@@ -186,7 +186,7 @@ class Turns:
             record.maker_id = self._made.maker(turn.previous_response_id, None if tenancy is None else tenancy.own)
         attempt = self._attempt(exchange, record)
         if self._record_turn is not None and turn.program_id is not None:
-            record.recording = self._record_turn(record)
+            record.recording = self._record_turn()
         self._begin(record, attempt)
         running, run = None, self._run if tenancy is None else self._run_named
         try:
