@@ -8,9 +8,9 @@ what it compiled, and every start of the program first calls `build_kind`.
 
 The core is compiled: all of `programs/` except the policies, and except modules that must be interpreted: these have a
 line that begins with `# interpreted:` and gives the reason. Policies, and modules of the shell (`proxy/`, `leases/`,
-`runtime/` and the modules beside them), are compiled if they have a line `# compiled:` with the reason. The settings of
-policies are dataclasses whose types are read: these are interpreted. This file imports nothing of the package:
-`setup.py` loads it on its own.
+`rollouts/`, `runtime/`, and those beside them), are compiled if they have a line `# compiled:` with the reason. The
+settings of policies are dataclasses whose types are read: these are interpreted. This file imports nothing of the
+package: `setup.py` loads it on its own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STALE: Final = (
 
 _CORE: Final = "programs"
 _POLICIES: Final = "policies"
-_SHELL: Final = ("*.py", "proxy/**/*.py", "leases/*.py", "runtime/*.py")
+_SHELL: Final = ("*.py", "proxy/**/*.py", "leases/*.py", "rollouts/*.py", "runtime/*.py")
 _INTERPRETED: Final = "\n# interpreted: "
 _COMPILED: Final = "\n# compiled: "
 

@@ -51,10 +51,10 @@ class Asks:
         return (await metrics(self._client, self._engine.url))[HITS] - before
 
     async def update(self) -> None:
-        """Pause with `keep` and go on, as for an update that clears nothing."""
+        """Pause and go on, as for an update that clears nothing."""
         for path, body in (
             ("/weight_sync/begin", {}),
-            ("/pause?mode=keep", None),
+            ("/pause?mode=keep&clear_cache=false", None),
             ("/resume", None),
             ("/weight_sync/end", {"cache_cleared": False}),
         ):
@@ -79,6 +79,21 @@ async def test_vllm_reuses_nothing_of_older_weights(
                 await asks.update()
                 hit_tokens = await asks.hit_tokens(path, body, f"new-{number}" if number % 2 else "a")
                 assert hit_tokens == 0 if options else hit_tokens > 100
+
+
+async def test_vllm_clears_its_cache_when_it_is_paused_unless_told_otherwise(
+    engines: tuple[RealEngine, RealEngine], run_proxy: RunProxy
+) -> None:
+    """In every mode: the proxy assumes so."""
+    async with run_proxy((engines[0],)) as proxy, httpx2.AsyncClient(base_url=proxy.url, timeout=120) as client:
+        asks, body = Asks(client, engines[0]), chat(words(300, seed=98), 2)
+        await asks.hit_tokens(CHAT, body, "a")
+        for mode in ("abort", "wait", "keep"):
+            for clears in ("true", "false"):
+                assert (await client.post(f"/pause?mode={mode}&clear_cache={clears}")).status_code == 200
+                assert (await client.post("/resume")).status_code == 200
+                hit_tokens = await asks.hit_tokens(CHAT, body, "a")
+                assert hit_tokens == 0 if clears == "true" else hit_tokens > 100
 
 
 async def test_vllm_program_keeps_its_own_and_new_ones_begin_anew(

@@ -14,44 +14,62 @@ has the longest common beginning counts:
     unknown     begins anew, and nobody can say why: its API has no messages, or it has no ids
 
 A prompt may extend an earlier turn than the last: then the conversation forks there.
+
+Tokens are compared as text (`tokens.py`): a prompt of thousands of tokens that extends a chain costs one comparison of
+bytes, and counting what is new.
 """
+
+# compiled: each recorded turn passes here
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final
 
 from thunderagent.rollouts.records import Link
+from thunderagent.rollouts.tokens import common_text
 
 MAX_CHAINS_COUNT: Final = 64
 """Of one program; the least recently extended one is forgotten, and what continues it begins anew."""
 
-_WIDTH: Final = 4
 
+class _Step:
+    """A turn in a chain: where its prompt and its output end, in bytes, and in tokens."""
 
-class Placed(NamedTuple):
-    """Where a turn belongs: its link, and with which record's tokens its prompt begins."""
+    __slots__ = ("choice", "end", "end_tokens", "prompt_end", "prompt_tokens", "seq")
 
-    link: Link
-    parent: int = -1
-    parent_choice: int = 0
-    shared_tokens: int = 0
-
-
-class _Step(NamedTuple):
-    """A turn in a chain: in tokens, where its prompt ends, and its output."""
-
-    seq: int
-    choice: int
-    prompt_end: int
-    end: int
+    def __init__(self, seq: int, choice: int, prompt_end: int, prompt_tokens: int, end: int, end_tokens: int) -> None:
+        self.seq = seq
+        self.choice = choice
+        self.prompt_end = prompt_end
+        self.prompt_tokens = prompt_tokens
+        self.end = end
+        self.end_tokens = end_tokens
 
 
 class _Chain:
-    __slots__ = ("steps", "tokens")
+    __slots__ = ("steps", "text")
 
-    def __init__(self, tokens: bytes, steps: list[_Step]) -> None:
-        self.tokens = tokens
+    def __init__(self, text: bytes, steps: list[_Step]) -> None:
+        self.text = text
         self.steps = steps
+
+
+class Placed:
+    """Where a turn belongs: its link, and with which record's tokens its prompt begins."""
+
+    __slots__ = ("extended", "link", "parent", "parent_choice", "shared", "shared_tokens", "steps")
+
+    def __init__(
+        self, link: Link, parent: int = -1, parent_choice: int = 0, shared: int = 0, shared_tokens: int = 0
+    ) -> None:
+        """Share so many bytes of text, and tokens."""
+        self.link = link
+        self.parent = parent
+        self.parent_choice = parent_choice
+        self.shared = shared
+        self.shared_tokens = shared_tokens
+        self.extended: _Chain | None = None
+        self.steps: list[_Step] = []
 
 
 class Lineage:
@@ -64,93 +82,89 @@ class Lineage:
         self._chains: list[_Chain] = []  # the most recently extended one last
         self._has_begun = False
         self.size_bytes = 0
-        """Of the tokens that are kept."""
+        """Of the texts that are kept."""
 
-    def place(self, seq: int, prompt: bytes, outputs: list[bytes], *, has_answers: bool | None) -> Placed:
-        """Add a turn, and return where it belongs.
+    def find(self, prompt: bytes, *, has_answers: bool | None) -> Placed:
+        """Return where a turn with this prompt belongs.
 
         `has_answers` says whether its messages hold an answer; None if its API has no messages. Cost: one comparison
         for each chain that it extends or not; a search in those that it leaves.
         """
-        is_first, self._has_begun = not self._has_begun, True
-        grown, placed, before = self._placed(prompt, is_first=is_first, has_answers=has_answers)
-        if grown is not None:
-            self._forget(grown)
-        prompt_end = len(prompt) // _WIDTH
-        for choice in reversed(range(len(outputs))):  # the first choice is extended most often
-            tokens = prompt + outputs[choice]
-            self._add(_Chain(tokens, [*before, _Step(seq, choice, prompt_end, len(tokens) // _WIDTH)]))
+        whole: _Chain | None = None
+        for at in range(len(self._chains) - 1, -1, -1):
+            chain = self._chains[at]
+            if (whole is None or len(chain.text) > len(whole.text)) and prompt.startswith(chain.text):
+                whole = chain
+        if whole is not None:
+            last = whole.steps[-1]
+            found = Placed("extends", last.seq, last.choice, last.end, last.end_tokens)
+            found.extended, found.steps = whole, whole.steps
+            return found
+        return self._left(prompt, has_answers=has_answers)
+
+    def add(self, seq: int, placed: Placed, prompt: bytes, outputs: list[bytes]) -> int:
+        """Add a turn at its place; return how many tokens its prompt has."""
+        self._has_begun = True
+        if placed.extended is not None:
+            self._forget(placed.extended)
+        prompt_tokens = placed.shared_tokens + prompt.count(b",", placed.shared)
+        for choice in range(len(outputs) - 1, -1, -1):  # the first choice is extended most often
+            text = prompt + outputs[choice]
+            end_tokens = prompt_tokens + outputs[choice].count(b",")
+            step = _Step(seq, choice, len(prompt), prompt_tokens, len(text), end_tokens)
+            self._add(_Chain(text, [*placed.steps, step]))
         if not outputs:
-            self._add(_Chain(prompt, [*before, _Step(seq, 0, prompt_end, prompt_end)]))
-        return placed
+            step = _Step(seq, 0, len(prompt), prompt_tokens, len(prompt), prompt_tokens)
+            self._add(_Chain(prompt, [*placed.steps, step]))
+        return prompt_tokens
 
     def _add(self, chain: _Chain) -> None:
         self._chains.append(chain)
-        self.size_bytes += len(chain.tokens)
+        self.size_bytes += len(chain.text)
         if len(self._chains) > MAX_CHAINS_COUNT:
             self._forget(self._chains[0])
 
     def _forget(self, chain: _Chain) -> None:
         self._chains.remove(chain)
-        self.size_bytes -= len(chain.tokens)
+        self.size_bytes -= len(chain.text)
 
-    def _placed(
-        self, prompt: bytes, *, is_first: bool, has_answers: bool | None
-    ) -> tuple[_Chain | None, Placed, list[_Step]]:
-        """Return the chain that it extends to its end, its place, and the steps before it."""
-        whole: _Chain | None = None
-        for chain in reversed(self._chains):
-            if (whole is None or len(chain.tokens) > len(whole.tokens)) and prompt.startswith(chain.tokens):
-                whole = chain
-        if whole is not None:
-            last = whole.steps[-1]
-            return whole, Placed("extends", last.seq, last.choice, last.end), whole.steps
-        shared, longest = 0, list[_Chain]()
-        for chain in reversed(self._chains):
-            count = common_tokens(chain.tokens, prompt)
-            if count > shared:
-                shared, longest = count, [chain]
-            elif count and count == shared:
+    def _left(self, prompt: bytes, *, has_answers: bool | None) -> Placed:
+        """Return the place of a prompt that extends no chain to its end."""
+        shared = 0
+        longest: list[_Chain] = []
+        for at in range(len(self._chains) - 1, -1, -1):
+            chain = self._chains[at]
+            size_bytes = common_text(chain.text, prompt)
+            if size_bytes > shared:
+                shared, longest = size_bytes, [chain]
+            elif size_bytes and size_bytes == shared:
                 longest.append(chain)
-        begin = self._begin(is_first=is_first, has_answers=has_answers)
-        found, steps = Placed(begin), list[_Step]()
+        begin: Link = "root"
+        if self._has_begun and has_answers is not False:
+            begin = "unknown" if has_answers is None else "rewritten"
+        found = Placed(begin)
         for chain in longest:
-            placed, kept = _left(chain, shared, begin, has_more=shared < len(prompt) // _WIDTH)
+            placed = _left(chain, shared, begin, has_more=shared < len(prompt))
             if found.parent < 0 or _RANKS[placed.link] > _RANKS[found.link]:
-                found, steps = placed, kept
-        return None, found, steps
-
-    def _begin(self, *, is_first: bool, has_answers: bool | None) -> Link:
-        if is_first or has_answers is False:
-            return "root"
-        return "unknown" if has_answers is None else "rewritten"
+                found = placed
+        return found
 
 
-_RANKS: Final[dict[Link, int]] = {"drift": 2, "extends": 1, "root": 0, "rewritten": 0, "unknown": 0}
+_RANKS: Final[dict[str, int]] = {"drift": 2, "extends": 1, "root": 0, "rewritten": 0, "unknown": 0}
 """Which link counts if several chains are left at the same token: a prompt that ends as an earlier one did, and goes on
 otherwise than its output, has lost that output."""
 
 
-def _left(chain: _Chain, shared: int, begin: Link, *, has_more: bool) -> tuple[Placed, list[_Step]]:
-    """Return the place of a prompt that leaves a chain after `shared` tokens, and the steps that it has whole."""
+def _left(chain: _Chain, shared: int, begin: Link, *, has_more: bool) -> Placed:
+    """Return the place of a prompt that leaves a chain after `shared` bytes, with the steps that it has whole."""
     kept = [step for step in chain.steps if step.end <= shared]
     left = chain.steps[len(kept)]
     if left.prompt_end <= shared and has_more:
-        return Placed("drift", left.seq, left.choice, shared), kept
-    if kept:
-        return Placed("extends", kept[-1].seq, kept[-1].choice, kept[-1].end), kept
-    return Placed(begin, left.seq, left.choice, shared), []
-
-
-def common_tokens(one: bytes, other: bytes) -> int:
-    """Return how many tokens two texts have in common at their beginning. Cost: O(log n) comparisons, n bytes."""
-    low, high = 0, min(len(one), len(other)) // _WIDTH
-    if one[:_WIDTH] != other[:_WIDTH]:
-        return 0
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low * _WIDTH : middle * _WIDTH] == other[low * _WIDTH : middle * _WIDTH]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+        tokens = left.prompt_tokens + chain.text.count(b",", left.prompt_end, shared)
+        placed = Placed("drift", left.seq, left.choice, shared, tokens)
+    elif kept:
+        placed = Placed("extends", kept[-1].seq, kept[-1].choice, kept[-1].end, kept[-1].end_tokens)
+    else:
+        placed = Placed(begin, left.seq, left.choice, shared, chain.text.count(b",", 0, shared))
+    placed.steps = kept
+    return placed

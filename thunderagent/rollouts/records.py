@@ -1,20 +1,17 @@
-"""What a rollout consists of, and how it is packed.
+"""What a rollout consists of, and how it is packed."""
 
-Tokens are 32-bit integers, log probabilities 32-bit floats, both little-endian. In a record their bytes are in planes:
-first all lowest bytes, then all second ones, and so on. The upper planes of tokens are almost constant, so a packed
-record has about 2.3 bytes for a token and 3.4 for a log probability, whatever the text.
-"""
+# interpreted: msgspec reads the types of its structs, which a compiled class does not keep
 
 from __future__ import annotations
 
-import sys
 import zlib
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, Literal
 
 import msgspec
 from msgspec import Struct
+
+from thunderagent.rollouts.tokens import from_planes
 
 SCHEMA: Final = 1
 """The version of the format; readers refuse others."""
@@ -24,55 +21,6 @@ Link = Literal["root", "extends", "drift", "rewritten", "unknown"]
 
 Missing = Literal["", "no_ids", "no_logprobs", "unreadable", "too_large", "not_askable"]
 """Why a record lacks tokens, or log probabilities; empty if it lacks none."""
-
-_SWAPS: Final = sys.byteorder != "little"
-_WIDTH: Final = 4
-
-
-def token_bytes(ids: Iterable[int]) -> bytes:
-    """Return token ids as bytes. Raises `OverflowError` for one that does not fit, `TypeError` for no integer."""
-    values = array("i", ids)
-    if _SWAPS:
-        values.byteswap()
-    return values.tobytes()
-
-
-def token_ids(tokens: bytes) -> list[int]:
-    """Return the ids of tokens."""
-    values = array("i", tokens)
-    if _SWAPS:
-        values.byteswap()
-    return values.tolist()
-
-
-def logprob_bytes(logprobs: Iterable[float]) -> bytes:
-    """Return log probabilities as bytes: engines compute them in no more than 32 bits."""
-    values = array("f", logprobs)
-    if _SWAPS:
-        values.byteswap()
-    return values.tobytes()
-
-
-def logprob_values(packed: bytes) -> list[float]:
-    """Return log probabilities as numbers."""
-    values = array("f", packed)
-    if _SWAPS:
-        values.byteswap()
-    return values.tolist()
-
-
-def in_planes(packed: bytes) -> bytes:
-    """Return the bytes of 32-bit values plane by plane."""
-    return b"".join(packed[at::_WIDTH] for at in range(_WIDTH))
-
-
-def from_planes(planes: bytes) -> bytes:
-    """Return the bytes of 32-bit values one after the other."""
-    count = len(planes) // _WIDTH
-    packed = bytearray(len(planes))
-    for at in range(_WIDTH):
-        packed[at::_WIDTH] = planes[at * count : (at + 1) * count]
-    return bytes(packed)
 
 
 class Span(Struct, array_like=True, frozen=True):
@@ -98,8 +46,8 @@ class Output(Struct, array_like=True):
         return from_planes(self.ids)
 
 
-class Turn(Struct, kw_only=True, omit_defaults=True):
-    """One attempt of a client at one turn, once it has ended."""
+class Turn(Struct, kw_only=True, array_like=True):
+    """One attempt of a client at one turn, once it has ended. New fields come last: packed, they have no names."""
 
     seq: int
     """Counts the program's records from 0, in the order in which they ended."""

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from thunderagent.rollouts.records import Output, Span, Turn, from_planes, logprob_values, token_ids
+from thunderagent.rollouts.records import Output, Span, Turn
+from thunderagent.rollouts.tokens import from_planes, logprob_values, token_ids
 
 
 class Sample(Struct, kw_only=True):

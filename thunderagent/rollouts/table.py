@@ -5,48 +5,50 @@ packed, and on disk if there is a folder. What is ended goes first when memory i
 If that is not enough, turns are recorded without their tokens, and their programs are incomplete: a rollout is never
 silently shorter.
 
-The table knows no clock and no thread. `to_pack` and `to_store` return work that its owner does wherever it wants, and
-reports.
+A program's rollout ends with the last of its turns: one that is still under way when the program ends is waited for.
+
+The table knows no clock and no thread. `to_pack` returns work that its owner does wherever it wants, and reports.
 """
+
+# compiled: each recorded turn passes here
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import islice
+from typing import Final
 
 from msgspec.structs import replace
 
 from thunderagent.programs.model.verdict import TURN_VERDICTS, ProgramVerdict, TurnVerdict
 from thunderagent.rollouts.lineage import Lineage
-from thunderagent.rollouts.records import (
-    Output,
-    Rollout,
-    Turn,
-    frame_of,
-    in_planes,
-    token_bytes,
-)
+from thunderagent.rollouts.records import Output, Rollout, Turn, frame_of
 from thunderagent.rollouts.segments import Stored
+from thunderagent.rollouts.tokens import UNREADABLE, in_planes, packed_text
 
-PACKED_FROM_BYTES = 128 * 1024
+PACKED_FROM_BYTES: Final = 128 * 1024
 """So many bytes of records are packed while their program lives."""
 
-ENTRY_BYTES = 2048
+ENTRY_BYTES: Final = 2048
 """What an entry without turns is taken to need."""
 
-MAX_DROPPED_COUNT = 10_000
+MAX_DROPPED_COUNT: Final = 10_000
 """Ids of dropped rollouts that are remembered, with the reason."""
 
 
-@dataclass(slots=True)
 class Answered:
-    """The tokens of an answer as an engine reported them; ids are None if it did not."""
+    """The tokens of an answer as an engine reported them, as text; no prompt if it did not."""
 
-    prompt: list[int] | None = None
-    outputs: list[Output] = field(default_factory=list)
-    tokens: list[bytes] = field(default_factory=list)
-    """Of each output, not in planes."""
+    __slots__ = ("outputs", "prompt", "texts")
+
+    def __init__(self, prompt: bytes | None = None) -> None:
+        """Begin without outputs."""
+        self.prompt = prompt
+        self.outputs: list[Output] = []
+        self.texts: list[bytes] = []
+        """Of each output."""
+
+
+NOTHING: Final = Answered()
 
 
 class Entry:
@@ -55,9 +57,11 @@ class Entry:
     __slots__ = (
         "blocks",
         "changes_first",
+        "ending",
         "frames",
         "frames_bytes",
         "lineage",
+        "lost_count",
         "rollout",
         "size_bytes",
         "stored",
@@ -80,10 +84,23 @@ class Entry:
         self.changes_first = -1
         """How often weights had changed when its first turn was granted; less than 0 before that."""
 
+        self.ending: tuple[str, float] | None = None
+        """Outcome and time of its end, if turns are still under way."""
+        self.lost_count = 0
+        """Turns that will have no record."""
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether an engine got a turn that has no record yet."""
+        return self.rollout.granted_count > self.rollout.turns_count + self.lost_count
+
     def measure(self) -> int:
         """Return its size in memory now, in bytes."""
         lineage_bytes = self.lineage.size_bytes if self.lineage is not None else 0
-        return ENTRY_BYTES + self.frames_bytes + sum(map(len, self.blocks)) + lineage_bytes
+        blocks_bytes = 0
+        for block in self.blocks:
+            blocks_bytes += len(block)
+        return ENTRY_BYTES + self.frames_bytes + blocks_bytes + lineage_bytes
 
 
 class Table:
@@ -109,64 +126,114 @@ class Table:
 
     # --- what happens
 
-    def granted(self, template: Rollout) -> None:
-        """Note that an engine gets a turn of a program; `template` says whose."""
-        self._entry(template).rollout.granted_count += 1
+    def live(self, program_id: str, generation: int) -> Entry | None:
+        """Return the rollout of a live program; None if it has none yet."""
+        entry = self._live.get(program_id)
+        return entry if entry is not None and entry.rollout.generation == generation else None
 
-    def record(self, template: Rollout, turn: Turn, answered: Answered, *, has_answers: bool | None) -> Entry:
+    def begin(self, template: Rollout) -> Entry:
+        """Return the rollout of a program, which `template` names; one of an earlier generation ends now."""
+        entry = self._live.get(template.program_id)
+        if entry is not None and entry.rollout.generation != template.generation:
+            if entry.rollout.generation > template.generation:
+                return Entry(template)  # nobody can read it any more
+            self._end(entry, "", template.began_at)
+            entry = None
+        if entry is None:
+            self._live[template.program_id] = entry = Entry(replace(template, links={}))
+            self.size_bytes += entry.size_bytes
+        return entry
+
+    def record(self, entry: Entry, turn: Turn, answered: Answered, *, has_answers: bool | None) -> None:
         """Add a turn that has ended."""
-        entry = self._entry(template)
         rollout = entry.rollout
-        turn.seq = rollout.turns_count
-        is_over = rollout.turns_count >= self._turns_count or self.size_bytes >= self._memory_bytes
+        if rollout.ended:  # another generation took its place
+            return
+        turn.seq = seq = rollout.turns_count
+        is_over = seq >= self._turns_count or self.size_bytes >= self._memory_bytes
         if is_over and not turn.missing:
             turn.missing = "too_large"
         if answered.prompt is not None and entry.lineage is not None and not is_over:
-            self._place(entry, turn, answered, has_answers=has_answers)
-        self.links[turn.link] = self.links.get(turn.link, 0) + 1
+            self._place(entry.lineage, turn, answered, has_answers=has_answers)
+            for output in turn.outputs:
+                rollout.output_tokens += len(output.ids) // 4
+        link: str = turn.link
+        self.links[link] = self.links.get(link, 0) + 1
+        links: dict[str, int] = rollout.links
+        links[link] = links.get(link, 0) + 1
         if turn.tries_count and turn.missing and turn.verdict != "agent_error":
             rollout.complete = False
             self.incomplete_count += 1
-        rollout.turns_count += 1
+        rollout.turns_count = seq + 1
         rollout.prompt_tokens += turn.prompt_tokens
-        rollout.output_tokens += sum(len(output.ids) // 4 for output in turn.outputs)
-        rollout.links[turn.link] = rollout.links.get(turn.link, 0) + 1
         rollout.held_s += turn.held_s
         if turn.tries_count:
-            if entry.changes_first < 0:
-                entry.changes_first, rollout.weights_first = turn.changes_before, turn.weights_before
-            rollout.weights_last = turn.weights_after or rollout.weights_last
-            rollout.lag_count = max(rollout.lag_count, turn.changes_after - entry.changes_first)
+            self._note_weights(entry, turn)
         if turn.outcome != "superseded":
             verdict = TURN_VERDICTS.get(turn.verdict, TurnVerdict.OK)
             entry.verdict.ended(verdict, turn.cause, turn.replica_id, turn.branch_id, turn.prompt_tokens)
             rollout.verdict, rollout.cause = entry.verdict.verdict.value, entry.verdict.cause
-        if rollout.turns_count <= 2 * self._turns_count:
+        if seq < 2 * self._turns_count:
             frame = frame_of(turn)
             entry.frames.append(frame)
             entry.frames_bytes += len(frame)
-        self._measure(entry)
-        self._make_room()
-        return entry
+        self._after(entry)
 
-    def _place(self, entry: Entry, turn: Turn, answered: Answered, *, has_answers: bool | None) -> None:
-        assert entry.lineage is not None
-        assert answered.prompt is not None
-        prompt = token_bytes(answered.prompt)
-        placed = entry.lineage.place(turn.seq, prompt, answered.tokens, has_answers=has_answers)
-        turn.link, turn.parent, turn.parent_choice, turn.shared_tokens = placed
-        turn.prompt_tokens = len(answered.prompt)
-        turn.prompt_new = in_planes(prompt[4 * placed.shared_tokens :])
+    def _place(self, lineage: Lineage, turn: Turn, answered: Answered, *, has_answers: bool | None) -> None:
+        prompt = answered.prompt
+        assert prompt is not None
+        placed = lineage.find(prompt, has_answers=has_answers)
+        try:
+            turn.prompt_new = in_planes(packed_text(prompt[placed.shared :]))
+        except UNREADABLE:
+            turn.missing = turn.missing or "unreadable"
+            return
+        turn.link, turn.parent, turn.parent_choice = placed.link, placed.parent, placed.parent_choice
+        turn.shared_tokens = placed.shared_tokens
+        turn.prompt_tokens = lineage.add(turn.seq, placed, prompt, answered.texts)
         turn.outputs = answered.outputs
 
+    def _note_weights(self, entry: Entry, turn: Turn) -> None:
+        rollout = entry.rollout
+        if entry.changes_first < 0:
+            entry.changes_first, rollout.weights_first = turn.changes_before, turn.weights_before
+        if turn.weights_after:
+            rollout.weights_last = turn.weights_after
+        lag_count = turn.changes_after - entry.changes_first
+        rollout.lag_count = max(rollout.lag_count, lag_count)
+
+    def lost(self, entry: Entry) -> None:
+        """Note that a turn which an engine got will have no record."""
+        if not entry.rollout.ended:
+            entry.lost_count += 1
+            entry.rollout.complete = False
+            self._after(entry)
+
+    def _after(self, entry: Entry) -> None:
+        """Measure a rollout after a turn, and end it if that was the last one of a program that has ended."""
+        if entry.ending is not None and not entry.is_under_way:
+            self._end(entry, *entry.ending)
+        self._measure(entry)
+        self._make_room()
+
     def ended(self, program_id: str, generation: int | None, outcome: str, now_at: float) -> Entry | None:
-        """Note that a program ended, at `now_at` in seconds since 1970; None if it has no live rollout."""
+        """Note that a program ended, at `now_at` in seconds since 1970; None if it has no live rollout.
+
+        The rollout ends with it, unless turns are under way: then with the last of these.
+        """
         entry = self._live.get(program_id)
         if entry is None or (generation is not None and entry.rollout.generation != generation):
             return None
-        del self._live[program_id]
-        self._ended_count += 1
+        if entry.is_under_way:
+            entry.ending = (outcome, now_at)
+        else:
+            self._end(entry, outcome, now_at)
+        return entry
+
+    def _end(self, entry: Entry, outcome: str, now_at: float) -> None:
         rollout = entry.rollout
+        del self._live[rollout.program_id]
+        self._ended_count += 1
         rollout.seq, rollout.ended, rollout.outcome, rollout.ended_at = self._ended_count, True, outcome, now_at
         if rollout.granted_count > rollout.turns_count:
             rollout.complete = False
@@ -174,7 +241,6 @@ class Table:
         self._keep(entry)
         self._expire(now_at)
         self._make_room()
-        return entry
 
     def _keep(self, entry: Entry) -> None:
         self._ended[entry.rollout.seq] = entry
@@ -188,18 +254,6 @@ class Table:
         self._ended_count = max(self._ended_count, rollout.seq)
         self._keep(entry)
 
-    def _entry(self, template: Rollout) -> Entry:
-        entry = self._live.get(template.program_id)
-        if entry is not None and entry.rollout.generation != template.generation:
-            if entry.rollout.generation > template.generation:
-                return Entry(template)  # a turn of an earlier one that ended late: nobody can read it any more
-            self.ended(template.program_id, None, "", template.began_at)
-            entry = None
-        if entry is None:
-            self._live[template.program_id] = entry = Entry(replace(template, links={}))
-            self.size_bytes += entry.size_bytes
-        return entry
-
     # --- bounds
 
     def _measure(self, entry: Entry) -> None:
@@ -212,7 +266,7 @@ class Table:
     def _make_room(self) -> None:
         if self.size_bytes <= self._memory_bytes:
             return
-        read = (seq for seq, entry in self._ended.items() if entry.was_read)
+        read = [seq for seq, entry in self._ended.items() if entry.was_read]
         for seq in [*read, *self._ended]:
             if self.size_bytes <= self._memory_bytes:
                 return
@@ -220,8 +274,9 @@ class Table:
                 self.drop(seq, "memory was short")
 
     def _expire(self, now_at: float) -> None:
-        for seq, entry in list(islice(self._ended.items(), 100)):
-            if now_at - entry.rollout.ended_at <= self._keep_s:
+        for _ in range(100):
+            seq = next(iter(self._ended), 0)
+            if not seq or now_at - self._ended[seq].rollout.ended_at <= self._keep_s:
                 return
             self.drop(seq, "it ended too long ago")
 
@@ -242,7 +297,7 @@ class Table:
     @property
     def segments(self) -> frozenset[int]:
         """The files in which anything is that is kept."""
-        return frozenset(entry.stored.segment for entry in self._ended.values() if entry.stored is not None)
+        return frozenset([entry.stored.segment for entry in self._ended.values() if entry.stored is not None])
 
     def drop_segment(self, number: int) -> None:
         """Forget what was in a deleted file."""
@@ -260,7 +315,8 @@ class Table:
     def packed(self, entry: Entry, count: int, block: bytes) -> None:
         """Replace the first `count` unpacked records by a block."""
         entry.blocks.append(block)
-        entry.frames_bytes -= sum(map(len, entry.frames[:count]))
+        for frame in entry.frames[:count]:
+            entry.frames_bytes -= len(frame)
         del entry.frames[:count]
         self._measure(entry)
 

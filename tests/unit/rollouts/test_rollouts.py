@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thunderagent.rollouts.lineage import MAX_CHAINS_COUNT, Lineage, common_tokens
+from thunderagent.rollouts.lineage import MAX_CHAINS_COUNT, Lineage
 from thunderagent.rollouts.records import (
     Output,
     Rollout,
@@ -17,17 +18,24 @@ from thunderagent.rollouts.records import (
     Turn,
     block_of,
     frame_of,
-    from_planes,
-    in_planes,
-    logprob_bytes,
-    logprob_values,
-    token_bytes,
-    token_ids,
     turns_in,
 )
 from thunderagent.rollouts.samples import Sample, samples_of
 from thunderagent.rollouts.segments import Segments
-from thunderagent.rollouts.table import Answered, Entry, Table
+from thunderagent.rollouts.table import NOTHING, Answered, Entry, Table
+from thunderagent.rollouts.tokens import (
+    UNREADABLE,
+    common_text,
+    from_planes,
+    in_planes,
+    logprob_bytes,
+    logprob_values,
+    packed_text,
+    text_of_ids,
+    text_of_list,
+    token_bytes,
+    token_ids,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,10 +67,19 @@ def add(
     for output in packed:
         output.finish = str(said.pop("finish", "stop"))
     turn = Turn(seq=0, tries_count=1, outcome="finished", **said)  # type: ignore[arg-type]
-    template = of or rollout()
-    to.granted(template)
-    to.record(template, turn, Answered(prompt, packed, [token_bytes(ids) for ids in outputs]), has_answers=has_answers)
+    answered = Answered(text_of_ids(prompt))
+    answered.outputs, answered.texts = packed, [text_of_ids(ids) for ids in outputs]
+    entry = granted(to, of)
+    to.record(entry, turn, answered, has_answers=has_answers)
     return turn
+
+
+def granted(to: Table, of: Rollout | None = None) -> Entry:
+    """Note that an engine gets a turn."""
+    template = of or rollout()
+    entry = to.live(template.program_id, template.generation) or to.begin(template)
+    entry.rollout.granted_count += 1
+    return entry
 
 
 def samples(of: Table, program_id: str = "a") -> list[Sample]:
@@ -84,6 +101,15 @@ def test_tokens_come_back_as_they_were(ids: list[int]) -> None:
     assert token_ids(from_planes(in_planes(token_bytes(ids)))) == ids
 
 
+@given(IDS)
+def test_tokens_have_one_text_however_a_list_is_spelt(ids: list[int]) -> None:
+    """With spaces or without."""
+    text = text_of_ids(ids)
+    assert token_ids(packed_text(text)) == ids
+    for separators in ((",", ":"), (", ", ": "), (" ,\n", ":")):
+        assert text_of_list(json.dumps(ids, separators=separators).encode()) == text
+
+
 @given(st.lists(st.floats(-100, 0, width=32), max_size=50))
 def test_log_probabilities_come_back_as_they_were(values: list[float]) -> None:
     """Every bit of the 32 that engines compute."""
@@ -100,12 +126,16 @@ def test_turns_come_back_from_blocks_and_frames() -> None:
 
 
 def test_random_tokens_take_less_than_six_bytes() -> None:
-    """With log probabilities; prompts need less."""
+    """With log probabilities, in turns with as many new tokens in the prompt; these need less."""
     rng = random.Random(1)
-    ids = [rng.randrange(150_000) for _ in range(2000)]
-    logprobs = [-rng.expovariate(1.0) for _ in ids]
-    turn = Turn(seq=0, outputs=[Output(in_planes(token_bytes(ids)), in_planes(logprob_bytes(logprobs)))])
-    assert len(block_of([frame_of(turn)])) <= 6 * len(ids)
+    frames = []
+    for seq in range(8):
+        new, ids = ([rng.randrange(150_000) for _ in range(300)] for _ in range(2))
+        output = Output(in_planes(token_bytes(ids)), in_planes(logprob_bytes([-rng.expovariate(1.0) for _ in ids])))
+        turn = Turn(seq=seq, prompt_new=in_planes(token_bytes(new)), outputs=[output], began_at=rng.random())
+        turn.request_id, turn.path, turn.replica_id = f"{rng.getrandbits(128):032x}", "/v1/chat/completions", "10.0.0.1"
+        frames.append(frame_of(turn))
+    assert len(block_of(frames)) <= 6 * 8 * 600
 
 
 # --- lineage
@@ -117,7 +147,7 @@ def test_common_beginning_is_the_longest(one: list[int], other: list[int]) -> No
     count = 0
     while count < min(len(one), len(other)) and one[count] == other[count]:
         count += 1
-    assert common_tokens(token_bytes(one), token_bytes(other)) == count
+    assert common_text(text_of_ids(one), text_of_ids(other)) == len(text_of_ids(one[:count]))
 
 
 def test_links() -> None:
@@ -159,9 +189,10 @@ def test_chains_are_bounded() -> None:
     """The one that was longest not extended is forgotten."""
     lineage = Lineage()
     for number in range(3 * MAX_CHAINS_COUNT):
-        lineage.place(number, token_bytes([number, 1]), [token_bytes([2])], has_answers=False)
-    assert lineage.size_bytes == MAX_CHAINS_COUNT * 3 * 4
-    assert lineage.place(1000, token_bytes([0, 1, 2, 3]), [], has_answers=True).link == "rewritten"
+        prompt = text_of_ids([1000 + number, 1])
+        lineage.add(number, lineage.find(prompt, has_answers=False), prompt, [text_of_ids([2])])
+    assert lineage.size_bytes == MAX_CHAINS_COUNT * len("1000,1,2,")
+    assert lineage.find(text_of_ids([1000, 1, 2, 3]), has_answers=True).link == "rewritten"
 
 
 # --- samples
@@ -262,14 +293,10 @@ def test_verdicts_and_gaps_mask_a_rollout() -> None:
     entry = to.find("a")
     assert entry is not None
     assert not entry.rollout.mask_sample
-    to.record(rollout(), Turn(seq=0, verdict="agent_error", tries_count=1), Answered(), has_answers=True)
+    to.record(entry, Turn(seq=0, verdict="agent_error", tries_count=1), NOTHING, has_answers=True)
     assert not entry.rollout.mask_sample
-    to.record(
-        rollout(),
-        Turn(seq=0, verdict="infrastructure_failed", tries_count=1, missing="no_ids"),
-        Answered(),
-        has_answers=True,
-    )
+    failed = Turn(seq=0, verdict="infrastructure_failed", tries_count=1, missing="no_ids")
+    to.record(entry, failed, NOTHING, has_answers=True)
     assert entry.rollout.mask_sample
     assert not entry.rollout.complete
 
@@ -278,11 +305,48 @@ def test_turn_that_was_granted_and_not_recorded_makes_it_incomplete() -> None:
     """Nothing is silently shorter."""
     to = table()
     add(to, [1], [2])
-    to.granted(rollout())
-    entry = to.ended("a", 1, "success", 5.0)
-    assert entry is not None
-    assert not entry.rollout.complete
-    assert entry.rollout.outcome == "success"
+    entry = granted(to)
+    to.ended("a", 1, "success", 5.0)
+    assert not entry.rollout.ended
+    to.lost(entry)
+    assert (entry.rollout.ended, entry.rollout.complete, entry.rollout.outcome) == (True, False, "success")
+
+
+def test_rollout_ends_with_the_last_turn_of_a_program_that_has_ended() -> None:
+    """A client may release its program before the proxy has noted its last answer, or leave turns under way."""
+    to = table()
+    entry = granted(to)
+    assert to.ended("a", 1, "success", 5.0) is entry
+    assert not entry.rollout.ended
+    entry.rollout.granted_count -= 1  # `add` counts it
+    add(to, [1], [2])
+    assert to.find("a") is entry
+    assert (entry.rollout.ended, entry.rollout.complete, entry.rollout.turns_count) == (True, True, 1)
+    assert (entry.rollout.outcome, entry.rollout.ended_at, to.live_count) == ("success", 5.0, 0)
+    assert to.size_bytes == entry.measure()
+
+
+def test_turn_under_way_does_not_outlive_the_next_of_its_name() -> None:
+    """The earlier rollout ends then, without it; it adds nothing when it ends at last."""
+    to = table()
+    entry = granted(to)
+    to.ended("a", 1, "", 5.0)
+    add(to, [1], [2], of=rollout(generation=2))
+    assert (entry.rollout.ended, entry.rollout.complete) == (True, False)
+    to.record(entry, Turn(seq=0, tries_count=1), NOTHING, has_answers=True)
+    assert entry.rollout.turns_count == 0
+
+
+def test_tokens_that_are_none_are_unreadable() -> None:
+    """The turn is recorded without them, and what comes after it is not measured by them."""
+    to = table()
+    turn = Turn(seq=0, tries_count=1)
+    to.record(granted(to), turn, Answered(b'1,"2",'), has_answers=False)
+    assert (turn.missing, turn.prompt_new) == ("unreadable", b"")
+    assert add(to, [1, 5], [2]).link == "root"
+    for text in (b'"x",', b"1.5,", b"99999999999,"):
+        with pytest.raises(UNREADABLE):
+            packed_text(text)
 
 
 def test_id_that_lives_again_is_another_rollout() -> None:

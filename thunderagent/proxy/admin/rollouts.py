@@ -15,9 +15,10 @@ from aiohttp import web
 from thunderagent.errors import NoRolloutError, RequestError, RolloutDroppedError, RolloutsOffError
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.watch.rollouts import Rollouts
-from thunderagent.rollouts.records import Rollout, Turn, from_planes, logprob_values, token_ids
+from thunderagent.rollouts.records import Rollout, Turn
 from thunderagent.rollouts.samples import samples_of
 from thunderagent.rollouts.table import Entry
+from thunderagent.rollouts.tokens import from_planes, logprob_values, token_ids
 
 MAX_WAIT_S: Final = 60.0
 MAX_ROLLOUTS_COUNT: Final = 1000

@@ -154,8 +154,8 @@ def _is_abort_mode(asked: Asked) -> bool:
 
 
 def _pause_clears(asked: Asked) -> bool:
-    """Return whether vLLM clears its cache: not while requests that it keeps hold blocks."""
-    return asked.text("mode", "abort") != "keep" and asked.flag("clear_cache", default=True)
+    """Return whether vLLM clears its cache: in every mode, as requests that it keeps are preempted for that."""
+    return asked.flag("clear_cache", default=True)
 
 
 def _aborts_all(asked: Asked) -> bool:

@@ -13,19 +13,30 @@ the ids, and chunks without text in which an engine would have sent nothing.
 What an engine does not say is missing, and nothing is guessed. An answer that cannot be read passes unchanged.
 """
 
-# interpreted: msgspec reads the types of its structs, which a compiled class does not keep
+# compiled: each recorded answer passes here, and each event of one
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Raw
 
+from thunderagent.proxy.reading.capture_structs import (
+    read_chunk,
+    read_generated,
+    read_logprobs,
+    read_messages,
+    read_response,
+    read_response_event,
+    read_sglext,
+    read_tokens,
+)
 from thunderagent.proxy.reading.json_splice import set_value
 from thunderagent.proxy.reading.sse import UNREADABLE, data_of, end_of_last_event, events_in
+from thunderagent.rollouts.tokens import text_of_ids, text_of_list
 
 CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
@@ -37,46 +48,74 @@ MAX_PENDING_BYTES: Final = 16 * 2**20
 """A stream with a longer event passes unchanged from then on."""
 
 
-class OutputRead(Struct):
-    """One choice as the engine reported it."""
+class OutputRead:
+    """One choice as the engine reported it; its tokens are text."""
 
-    ids: list[int] = []
-    logprobs: list[float] = []
-    finish: str = ""
-    spans: list[tuple[str, int, int]] = []
+    __slots__ = ("finish", "logprobs", "spans", "text")
+
+    def __init__(self) -> None:
+        """Begin without tokens."""
+        self.text = b""
+        self.logprobs: list[float] = []
+        self.finish = ""
+        self.spans: list[tuple[str, int, int]] = []
 
 
-class Captured(Struct):
-    """What an answer said of its tokens. `prompt` is None if it did not say it."""
+class Captured:
+    """What an answer said of its tokens. `prompt` is their text, None if it did not say them."""
 
-    prompt: list[int] | None = None
-    outputs: dict[int, OutputRead] = {}
-    cached_tokens: int | None = None
-    is_unreadable: bool = False
-    was_undone: bool = True
-    """Whether all that was added could be taken out."""
+    __slots__ = ("is_unreadable", "outputs", "prompt", "was_undone")
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self.prompt: bytes | None = None
+        self.outputs: dict[int, OutputRead] = {}
+        self.is_unreadable = False
+        self.was_undone = True
+        """Whether all that was added could be taken out."""
 
 
 # --- what is asked
 
 
-class Asked(NamedTuple):
+class Asked:
     """A body for the engine, with what was added to it."""
 
-    body: bytes
-    headers: tuple[tuple[str, str], ...] = ()
-    ids_added: bool = False
-    logprobs_added: bool = False
+    __slots__ = ("body", "headers", "ids_added", "logprobs_added")
+
+    def __init__(
+        self,
+        body: bytes,
+        headers: tuple[tuple[str, str], ...] = (),
+        *,
+        ids_added: bool = False,
+        logprobs_added: bool = False,
+    ) -> None:
+        """Note it."""
+        self.body = body
+        self.headers = headers
+        self.ids_added = ids_added
+        self.logprobs_added = logprobs_added
 
 
-class _Ask(NamedTuple):
+class _Ask:
     """How one API of an engine kind is asked: members to put into the body, and headers."""
 
-    ids: tuple[tuple[str, bytes], ...] = ()
-    logprobs: tuple[str, bytes] | None = None
-    headers: tuple[tuple[str, str], ...] = ()
-    nested: bool = False
-    """Whether the log probabilities are asked for within `sampling_params`."""
+    __slots__ = ("headers", "ids", "logprobs", "nested")
+
+    def __init__(
+        self,
+        ids: tuple[bytes, bytes] | None = None,
+        logprobs: tuple[bytes, bytes] | None = None,
+        headers: tuple[tuple[str, str], ...] = (),
+        *,
+        nested: bool = False,
+    ) -> None:
+        self.ids = ids
+        self.logprobs = logprobs
+        self.headers = headers
+        self.nested = nested
+        """Whether the log probabilities are asked for within `sampling_params`."""
 
 
 _SGLEXT: Final = (
@@ -84,16 +123,18 @@ _SGLEXT: Final = (
     ("X-Sglext-Return-Output-Ids", "1"),
     ("X-Sglext-Ids-Framed", "1"),
 )
-_RETURN_IDS: Final = (("return_token_ids", b"true"),)
+_RETURN_IDS: Final = (b"return_token_ids", b"true")
+_TRUE: Final = (b"logprobs", b"true")
+_OF_THE_SAMPLED: Final = (b"logprobs", b"0")
 
 _ASKS: Final[dict[tuple[str, str], _Ask]] = {
-    ("vllm", CHAT): _Ask(_RETURN_IDS, ("logprobs", b"true")),
-    ("vllm", COMPLETIONS): _Ask(_RETURN_IDS, ("logprobs", b"0")),
-    ("vllm", TOKENS): _Ask(_RETURN_IDS, ("logprobs", b"0"), nested=True),
-    ("vllm", RESPONSES): _Ask((("enable_response_messages", b"true"),)),
-    ("sglang", CHAT): _Ask((), ("logprobs", b"true"), _SGLEXT),
-    ("sglang", COMPLETIONS): _Ask(_RETURN_IDS, ("logprobs", b"0")),
-    ("sglang", GENERATE): _Ask((("return_prompt_token_ids", b"true"),), ("return_logprob", b"true")),
+    ("vllm", CHAT): _Ask(_RETURN_IDS, _TRUE),
+    ("vllm", COMPLETIONS): _Ask(_RETURN_IDS, _OF_THE_SAMPLED),
+    ("vllm", TOKENS): _Ask(_RETURN_IDS, _OF_THE_SAMPLED, nested=True),
+    ("vllm", RESPONSES): _Ask((b"enable_response_messages", b"true")),
+    ("sglang", CHAT): _Ask(None, _TRUE, _SGLEXT),
+    ("sglang", COMPLETIONS): _Ask(_RETURN_IDS, _OF_THE_SAMPLED),
+    ("sglang", GENERATE): _Ask((b"return_prompt_token_ids", b"true"), (b"return_logprob", b"true")),
 }
 
 _ECHO: Final = re.compile(rb'"echo"\s*:\s*(?!false|null)')
@@ -106,101 +147,58 @@ def ask(kind: str, path: str, body: bytes, *, logprobs: bool) -> Asked | None:
     `body` is a JSON object. A text that is to be echoed is not asked for: the engine would write another answer.
     """
     how = _ASKS.get((kind, path))
-    if how is None or (path == COMPLETIONS and _ECHO.search(body)):
+    if how is None or (path == COMPLETIONS and _ECHO.search(body) is not None):
         return None
-    ids_added = logprobs_added = bool(how.headers)
-    for name, value in how.ids:
-        body, was_added = _with(body, name, value)
-        ids_added = ids_added or was_added
-    logprobs_added = False
+    given, ids_added, logprobs_added = body, bool(how.headers), False
+    if how.ids is not None:
+        body = _with(body, how.ids[0], how.ids[1])
+        ids_added = ids_added or body is not given
     if logprobs and how.logprobs is not None:
-        put = _with_nested if how.nested else _with
-        body, logprobs_added = put(body, *how.logprobs)
-    return Asked(body, how.headers, ids_added, logprobs_added)
+        given = body
+        if how.nested:
+            body = _with_nested(body, how.logprobs[0], how.logprobs[1])
+        else:
+            body = _with(body, how.logprobs[0], how.logprobs[1])
+        logprobs_added = body is not given
+    return Asked(body, how.headers, ids_added=ids_added, logprobs_added=logprobs_added)
 
 
-def _with(body: bytes, name: str, value: bytes) -> tuple[bytes, bool]:
-    """Return the body with a member, and whether it was added: a client's own is kept if it asks for something."""
-    if body.find(b'"%s"' % name.encode()) >= 0:
+def _with(body: bytes, name: bytes, value: bytes) -> bytes:
+    """Return the body with a member; the same body if the client asks for something itself."""
+    if body.find(b'"%b"' % name) >= 0:
         try:
-            given = msgspec.json.decode(body, type=dict[str, Raw]).get(name)
+            given = _read_members(body).get(name.decode())
         except UNREADABLE:
-            return body, False
+            return body
         if given is not None:
             asks = bytes(given) not in (b"false", b"null")
-            return (body, False) if asks else (set_value(body, name, value), True)
+            return body if asks else set_value(body, name.decode(), value)
     opening = body.index(b"{") + 1
-    rest = body[opening:]
-    comma = b"" if rest.lstrip()[:1] == b"}" else b","
-    return b'%s"%s":%s%s%s' % (body[:opening], name.encode(), value, comma, rest), True
+    comma = b"" if body[opening : opening + 16].lstrip()[:1] == b"}" else b","
+    return b'%b"%b":%b%b%b' % (body[:opening], name, value, comma, body[opening:])
 
 
-def _with_nested(body: bytes, name: str, value: bytes) -> tuple[bytes, bool]:
+_read_members: Any = msgspec.json.Decoder(dict[str, Raw]).decode
+
+
+def _with_nested(body: bytes, name: bytes, value: bytes) -> bytes:
     found = _SAMPLING.search(body)
-    if found is None or body.find(b'"%s"' % name.encode()) >= 0:  # then the client has said something of them
-        return body, False
+    if found is None or body.find(b'"%b"' % name) >= 0:  # then the client has said something of them
+        return body
     comma = b"" if found["empty"] else b","
     at = found.start("empty") if found["empty"] else found.end()
-    return b'%s"%s":%s%s%s' % (body[:at], name.encode(), value, comma, body[at:]), True
+    return b'%b"%b":%b%b%b' % (body[:at], name, value, comma, body[at:])
 
 
 # --- what an answer says
 
 _NULL: Final = b"null"
-_ids_in: Final = msgspec.json.Decoder(list[int]).decode
-
-
-class _Token(Struct):
-    logprob: float
-
-
-_tokens_in: Final = msgspec.json.Decoder(list[_Token]).decode
-
-
-class _Logprobs(Struct):
-    content: list[_Token] | None = None
-    token_logprobs: list[float] | None = None
-
-
-_logprobs_in: Final = msgspec.json.Decoder(_Logprobs).decode
-
-
-class _SpanRead(Struct):
-    version: str | None = None
-    start: int = 0
-    end: int = 0
-
-
-class _Choice(Struct):
-    index: int = 0
-    finish_reason: str | None = None
-    logprobs: Raw = Raw()
-    token_ids: Raw = Raw()
-    prompt_token_ids: Raw = Raw()
-    delta: Raw = Raw()
-    weight_versions: list[_SpanRead] | None = None
-
-
-class _Sglext(Struct):
-    input_ids: list[int] | None = None
-    output_ids: list[list[int]] | None = None
-
-
-class _Metadata(Struct):
-    weight_versions: list[_SpanRead] | None = None
-
-
-class _Chunk(Struct):
-    choices: list[_Choice] = []
-    prompt_token_ids: Raw = Raw()
-    sglext: Raw = Raw()
-    metadata: _Metadata | None = None
-
-
-_read_chunk: Final = msgspec.json.Decoder(_Chunk).decode
-_read_sglext: Final = msgspec.json.Decoder(_Sglext).decode
-
-_COMMA: Final = re.compile(rb"(?:, ?)?")
+_IDS_KEY: Final = b'"token_ids":['
+_PROMPT_KEY: Final = b'"prompt_token_ids":['
+_LOGPROBS_KEY: Final = b'"logprobs":{'
+_REASON_KEY: Final = b',"finish_reason":"'
+_WEIGHTS_KEY: Final = b'"weight_versions":['
+"""Members of a whole answer, as vLLM spells and orders them: log probabilities, the reason, ids."""
 
 _USUAL_EVENT: Final = re.compile(
     rb'(?P<head>data: \{[^{}\[\]]*"choices":\[\{"index":0,"(?:delta":(?P<delta>\{.*\})|text":".*"),"logprobs":)'
@@ -246,15 +244,16 @@ class _Edits:
             start -= 1
         elif text[start - 2 : start] == b", ":
             start -= 2
-        else:
-            end += len(_COMMA.match(text, end)[0])  # type: ignore[index]  # it matches nothing, too
+        elif text[end : end + 1] == b",":
+            end += 2 if text[end + 1 : end + 2] == b" " else 1
         self._cuts.append((start, end, b""))
 
     def text(self) -> bytes:
         """Return the text with all of that."""
         if not self._cuts or self.failed:
             return self._text
-        parts, at = [], 0
+        parts: list[bytes] = []
+        at = 0
         for start, end, new in sorted(self._cuts):
             parts += [self._text[at : max(at, start)], new]
             at = end
@@ -275,6 +274,7 @@ class Capture:
         "_path",
         "_streams",
         "_takes_usual",
+        "_takes_usual_whole",
         "captured",
     )
 
@@ -287,6 +287,7 @@ class Capture:
         self._carry = b""
         self._generated = b""
         self._passes = False
+        self._takes_usual_whole = kind == "vllm" and asked.ids_added and path in (CHAT, COMPLETIONS)
         self._takes_usual = asked.ids_added and (path == CHAT or (kind == "vllm" and path == COMPLETIONS))
         self._ids: list[bytes] = []
         """What usual events said, to be read together."""
@@ -298,11 +299,52 @@ class Capture:
     def take_whole(self, body: bytes) -> bytes:
         """Read a whole answer with status 200, and return what the client gets."""
         self._streams = False
+        if self._takes_usual_whole and (edited := self._take_usual_whole(body)) is not None:
+            return edited
         try:
             return self._edited(body) or b""
         except (*UNREADABLE, ValueError, OverflowError):
             self.captured.is_unreadable = True
             return body
+
+    def _take_usual_whole(self, body: bytes) -> bytes | None:
+        """Read an answer with one choice that is spelt as vLLM does; None if it is not, and must be decoded."""
+        start, prompt_start = body.find(_IDS_KEY), body.find(_PROMPT_KEY)
+        if start < 0 or prompt_start < 0 or body.find(_IDS_KEY, start + 1) >= 0:
+            return None
+        if body.find(_PROMPT_KEY, prompt_start + 1) >= 0 or _WEIGHTS_KEY in body:
+            return None
+        end, prompt_end = body.find(b"]", start), body.find(b"]", prompt_start)
+        reason_start, given_at = body.find(_REASON_KEY), body.find(_LOGPROBS_KEY)
+        if reason_start < 0 or reason_start > start or body.find(_REASON_KEY, reason_start + 1) >= 0:
+            return None
+        reason_end = body.find(b'"', reason_start + len(_REASON_KEY))
+        output = OutputRead()
+        cuts = [(start + len(_IDS_KEY) - 1, end + 1), (prompt_start + len(_PROMPT_KEY) - 1, prompt_end + 1)]
+        try:
+            if given_at >= 0:
+                if given_at > reason_start or body.find(_LOGPROBS_KEY, given_at + 1) >= 0:
+                    return None
+                from_, to = given_at + len(_LOGPROBS_KEY) - 1, reason_start
+                _read_logprobs(output, body[from_:to])
+                if self._asked.logprobs_added:
+                    cuts.append((from_, to))
+            prompt, output.text = (
+                text_of_list(body[cuts[1][0] : prompt_end + 1]),
+                text_of_list(body[cuts[0][0] : end + 1]),
+            )
+        except UNREADABLE:
+            return None
+        output.finish = body[reason_start + len(_REASON_KEY) : reason_end].decode()
+        self.captured.prompt, self.captured.outputs = prompt, {0: output}
+        cuts.sort()
+        parts: list[bytes] = []
+        at = 0
+        for from_, to in cuts:
+            parts.append(body[at:from_])
+            at = to
+        parts.append(body[at:])
+        return b"null".join(parts)
 
     # --- streams
 
@@ -372,9 +414,9 @@ class Capture:
         try:
             if ids:
                 output = self._output(0)
-                output.ids = output.ids + _ids_in(b"[%s]" % b",".join(ids))
+                output.text = b"%b%b," % (output.text, b",".join(ids))
             if logprobs:
-                self._output(0).logprobs += [each.logprob for each in _tokens_in(b"[%s]" % b",".join(logprobs))]
+                self._output(0).logprobs += [each.logprob for each in read_tokens(b"[%b]" % b",".join(logprobs))]
         except UNREADABLE:
             self.captured.is_unreadable = True
 
@@ -388,7 +430,7 @@ class Capture:
 
     def _take_chunk(self, data: bytes) -> bytes | None:
         """Read an answer with choices, or an event of one."""
-        chunk, edits, asked = _read_chunk(data), _Edits(data), self._asked
+        chunk, edits, asked = read_chunk(data), _Edits(data), self._asked
         if (sglext := bytes(chunk.sglext)) and sglext != _NULL:
             self._read_sglext(sglext)
             if asked.ids_added and self._streams and not chunk.choices:
@@ -410,7 +452,7 @@ class Capture:
             self.captured.was_undone = False
         return edits.text()
 
-    def _is_only_ours(self, choices: Sequence[_Choice]) -> bool:
+    def _is_only_ours(self, choices: Sequence[Any]) -> bool:
         """Return whether an event would not be there without what was asked."""
         if self._path != CHAT or not (self._asked.ids_added or self._asked.logprobs_added):
             return False
@@ -421,10 +463,10 @@ class Capture:
             for choice in choices
         )
 
-    def _take_choice(self, choice: _Choice, edits: _Edits) -> None:
+    def _take_choice(self, choice: Any, edits: _Edits) -> None:
         output, asked = self._output(choice.index), self._asked
         if has_value(choice.token_ids):
-            output.ids = output.ids + _ids_in(choice.token_ids) if output.ids else _ids_in(choice.token_ids)
+            output.text += text_of_list(bytes(choice.token_ids))
             if asked.ids_added and self._path != TOKENS:
                 edits.replace(b"token_ids", choice.token_ids, self._unasked)
         if has_value(choice.prompt_token_ids):
@@ -432,11 +474,7 @@ class Capture:
             if asked.ids_added:
                 edits.replace(b"prompt_token_ids", choice.prompt_token_ids, self._unasked)
         if has_value(choice.logprobs):
-            read = _logprobs_in(choice.logprobs)
-            if read.content is not None:
-                output.logprobs += [each.logprob for each in read.content]
-            elif read.token_logprobs is not None:
-                output.logprobs += read.token_logprobs
+            _read_logprobs(output, choice.logprobs)
             if asked.logprobs_added:
                 edits.replace(b"logprobs", choice.logprobs, _NULL)
         output.finish = choice.finish_reason or output.finish
@@ -455,17 +493,17 @@ class Capture:
 
     def _read_prompt(self, ids: Raw) -> None:
         if self.captured.prompt is None:
-            self.captured.prompt = _ids_in(ids)
+            self.captured.prompt = text_of_list(bytes(ids))
 
-    def _read_spans(self, index: int, spans: list[_SpanRead] | None) -> None:
+    def _read_spans(self, index: int, spans: list[Any] | None) -> None:
         if spans:
             self._output(index).spans = [(each.version or "", each.start, each.end) for each in spans]
 
     def _read_sglext(self, sglext: bytes) -> None:
-        read = _read_sglext(sglext)
-        self.captured.prompt = read.input_ids
+        read = read_sglext(sglext)
+        self.captured.prompt = text_of_list(bytes(read.input_ids)) if has_value(read.input_ids) else None
         for index, ids in enumerate(read.output_ids or ()):
-            self._output(index).ids = ids
+            self._output(index).text = text_of_list(bytes(ids))
 
     # --- SGLang's /generate: each event has all tokens so far
 
@@ -486,15 +524,15 @@ class Capture:
 
     def _keep_generated(self, data: bytes) -> None:
         try:
-            read = _read_generated(data)
+            read = read_generated(data)
         except UNREADABLE:
             self.captured.is_unreadable = True
             return
         if read.index:  # several choices, or prompts: the last event has only one of them
             self.captured.is_unreadable = True
         meta, output = read.meta_info, self._output(0)
-        self.captured.prompt = read.prompt_token_ids
-        output.ids = read.output_ids or []
+        self.captured.prompt = None if read.prompt_token_ids is None else text_of_ids(read.prompt_token_ids)
+        output.text = text_of_ids(read.output_ids or ())
         output.logprobs = [row[0] for row in meta.output_token_logprobs or ()]
         output.finish = str(meta.finish_reason.get("type", "")) if meta.finish_reason else ""
         self._read_spans(0, meta.weight_versions)
@@ -502,26 +540,26 @@ class Capture:
     # --- vLLM's responses
 
     def _take_response(self, data: bytes) -> bytes:
-        read, edits = _read_response(data), _Edits(data)
+        read, edits = read_response(data), _Edits(data)
         self._keep_response(read, edits)
         return edits.text()
 
     def _take_response_event(self, data: bytes) -> bytes:
         if b'"input_messages":[' not in data and b'"input_messages": [' not in data:
             return data
-        read, edits = _read_response_event(data).response, _Edits(data)
+        read, edits = read_response_event(data).response, _Edits(data)
         if read is not None:
             self._keep_response(read, edits)
         return edits.text()
 
-    def _keep_response(self, read: _Response, edits: _Edits) -> None:
+    def _keep_response(self, read: Any, edits: _Edits) -> None:
         if has_value(read.input_messages):
-            self.captured.prompt = [each for part in _messages_in(read.input_messages) for each in part.tokens]
+            self.captured.prompt = b"".join([text_of_ids(part.tokens) for part in read_messages(read.input_messages)])
             if self._asked.ids_added:
                 edits.replace(b"input_messages", read.input_messages, _NULL)
         if has_value(read.output_messages):
             output = self._output(0)
-            output.ids = [each for part in _messages_in(read.output_messages) for each in part.tokens]
+            output.text = b"".join([text_of_ids(part.tokens) for part in read_messages(read.output_messages)])
             output.finish = (read.incomplete_details or {}).get("reason") or read.status or ""
             if self._asked.ids_added:
                 edits.replace(b"output_messages", read.output_messages, _NULL)
@@ -529,39 +567,13 @@ class Capture:
             self.captured.was_undone = False
 
 
-class _Generated(Struct):
-    class Meta(Struct):
-        finish_reason: dict[str, Any] | None = None
-        output_token_logprobs: list[tuple[float, int, Any]] | None = None
-        weight_versions: list[_SpanRead] | None = None
+def _read_logprobs(output: OutputRead, logprobs: Any) -> None:
+    read = read_logprobs(logprobs)
+    if read.content is not None:
+        output.logprobs += [each.logprob for each in read.content]
+    elif read.token_logprobs is not None:
+        output.logprobs += read.token_logprobs
 
-    meta_info: Meta
-    index: int = 0
-    output_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-
-
-_read_generated: Final = msgspec.json.Decoder(_Generated).decode
-
-
-class _Message(Struct):
-    tokens: list[int]
-
-
-class _Response(Struct):
-    status: str | None = None
-    incomplete_details: dict[str, str] | None = None
-    input_messages: Raw = Raw()
-    output_messages: Raw = Raw()
-
-
-class _ResponseEvent(Struct):
-    response: _Response | None = None
-
-
-_messages_in: Final = msgspec.json.Decoder(list[_Message]).decode
-_read_response: Final = msgspec.json.Decoder(_Response).decode
-_read_response_event: Final = msgspec.json.Decoder(_ResponseEvent).decode
 
 _AFTER_LIST: Final = re.compile(rb"\[[^\]\[]*\]")
 _AFTER_ROWS: Final = re.compile(rb'\[\]|\[(?:\[[^\]\["]*(?:"(?:[^"\\]|\\.)*"[^\]\["]*)*\],?\s*)*\]')

@@ -127,7 +127,7 @@ class Turns:
         websockets: Websockets,
         sandboxes: Preparer | None = None,
         judge: Judge | None = None,
-        record_turn: Callable[[Record], Any] | None = None,
+        record_turn: Callable[[], Any] | None = None,
         fence: Fence | None = None,
     ) -> None:
         """Forward with `client` to `replicas`, under `leases`; record in `made` which replica made which answer."""
@@ -269,7 +269,7 @@ class Turns:
         if turn.previous_response_id:
             record.maker_id = self._made.maker(turn.previous_response_id, None if tenancy is None else tenancy.own)
         if self._record_turn is not None and turn.program_id is not None:
-            record.recording = self._record_turn(record)
+            record.recording = self._record_turn()
         return record
 
     # --- its way -----------------------------------------------------------------------------------------------------

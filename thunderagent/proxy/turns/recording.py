@@ -1,8 +1,11 @@
 """What a turn adds to its program's rollout: asked of its engine, read from its answer, recorded at its end."""
 
+# compiled: each recorded turn passes here
+
 from __future__ import annotations
 
 from time import monotonic
+from typing import Final
 
 import structlog
 from multidict import CIMultiDict
@@ -13,46 +16,32 @@ from thunderagent.proxy.reading.capture import Capture, Captured, OutputRead, as
 from thunderagent.proxy.turns.record import Record
 from thunderagent.proxy.watch.rollouts import Rollouts
 from thunderagent.proxy.wire.request_id import REQUEST_ID
-from thunderagent.rollouts.records import (
-    Missing,
-    Output,
-    Rollout,
-    Span,
-    Turn,
-    in_planes,
-    logprob_bytes,
-    token_bytes,
-)
-from thunderagent.rollouts.table import Answered
+from thunderagent.rollouts.records import Missing, Output, Rollout, Span, Turn
+from thunderagent.rollouts.table import NOTHING, Answered, Entry
+from thunderagent.rollouts.tokens import UNREADABLE, in_planes, logprob_bytes, packed_text
 
 log = structlog.get_logger("thunderagent.rollouts")
 
-_ASKED_IDS = "X-Sglext-Return-Output-Ids"
-_ROLE_MARK = b'"assistant"'
-_WITH_MESSAGES = ("/v1/chat/completions", "/v1/messages", "/v1/responses")
+_ASKED_IDS: Final = "X-Sglext-Return-Output-Ids"
+_ROLE_MARK: Final = b'"assistant"'
+_WITH_MESSAGES: Final = frozenset({"/v1/chat/completions", "/v1/messages", "/v1/responses"})
 
 
 class Recording:
     """One turn on its way into its program's rollout."""
 
-    def __init__(self, rollouts: Rollouts, replicas: Replicas, record: Record) -> None:
+    def __init__(self, rollouts: Rollouts, replicas: Replicas) -> None:
         """Record a turn that names a program."""
         self._rollouts = rollouts
         self._replicas = replicas
         self._began_at = rollouts.clock()
-        turn = record.turn
-        self._template = Rollout(
-            program_id=turn.program_id or "",
-            generation=0,
-            tenant=turn.tenant,
-            group_id=turn.group_id,
-            parent_id=turn.parent_id,
-            program_class=turn.program_class,
-            began_at=self._began_at,
-        )
+        self._logprobs = rollouts.settings.logprobs
+        self._entry: Entry | None = None
+        """Its program's rollout, once an engine gets it."""
         self._capture: Capture | None = None
-        self._was_granted = False
-        self._weights = ("", 0)
+        self._version = ""
+        self._number = 0
+        """Weights of its replica when it was granted."""
 
     # --- the way to the engine
 
@@ -60,30 +49,45 @@ class Recording:
         self, record: Record, granted: Lease, body: bytes, headers: CIMultiDict[str]
     ) -> tuple[bytes, CIMultiDict[str]]:
         """Return body and headers that ask for the tokens of the answer, as far as its engine has them."""
-        self._template.generation = granted.generation
-        if not self._was_granted:
-            self._was_granted = True
-            self._rollouts.granted(self._template)
-        self._weights, self._capture = self._weights_of(granted.replica_id), None
+        if self._entry is None:
+            self._entry = self._entry_of(record, granted.generation)
+            self._entry.rollout.granted_count += 1
+        self._capture = None
         known = self._replicas.known.get(granted.replica_id)
+        self._version, self._number = ("", 0) if known is None else (known.weight_version, known.weight_number)
         if known is None or record.method != "POST":
             return body, headers
         kind, path = known.endpoint.backend.kind, record.target.spelt
-        asked = ask(kind, path, body, logprobs=self._rollouts.settings.logprobs)
+        asked = ask(kind, path, body, logprobs=self._logprobs)
         if asked is None:
             return body, headers
-        headers = CIMultiDict(headers)
-        headers["Accept-Encoding"] = "identity"  # an encoded answer cannot be edited
+        if asked.headers or headers.get("Accept-Encoding") != "identity":
+            headers = CIMultiDict(headers)
+            headers["Accept-Encoding"] = "identity"  # an encoded answer cannot be edited
         if asked.headers and _ASKED_IDS in headers:  # its client asked, too
-            asked = asked._replace(ids_added=False)
-        else:
+            asked.ids_added = False
+        elif asked.headers:
             headers.update(asked.headers)
         self._capture = Capture(kind, path, asked, streams=record.turn.streams)
         return asked.body, headers
 
-    def _weights_of(self, replica_id: str) -> tuple[str, int]:
-        known = self._replicas.known.get(replica_id)
-        return ("", 0) if known is None else (known.weight_version, known.weight_number)
+    def _entry_of(self, record: Record, generation: int) -> Entry:
+        turn, table = record.turn, self._rollouts.table
+        program_id = turn.program_id or ""
+        entry = table.live(program_id, generation)
+        if entry is not None:
+            return entry
+        return table.begin(
+            Rollout(
+                program_id=program_id,
+                generation=generation,
+                tenant=turn.tenant,
+                group_id=turn.group_id,
+                parent_id=turn.parent_id,
+                program_class=turn.program_class,
+                began_at=self._began_at,
+            )
+        )
 
     # --- the answer
 
@@ -114,72 +118,94 @@ class Recording:
 
     def ended(self, record: Record, turn_id: int) -> None:
         """Record the turn, whatever became of it. A bug here never fails a turn."""
+        if self._entry is None:
+            return
         try:
-            self._ended(record, turn_id)
+            self._ended(self._entry, record, turn_id)
         except Exception:
             log.exception("rollout_turn_lost", program_id=record.turn.program_id, request_id=REQUEST_ID.get())
+            self._rollouts.lost(self._entry)
 
-    def _ended(self, record: Record, turn_id: int) -> None:
-        captured, request = Captured() if self._capture is None else self._capture.captured, record.turn
+    def _ended(self, entry: Entry, record: Record, turn_id: int) -> None:
+        request, path, is_finished = record.turn, record.target.spelt, record.outcome == "finished"
+        answered = NOTHING
+        missing: Missing = "not_askable" if is_finished else "no_ids"
         if self._capture is not None:
             self._capture.rest()
-        if not captured.was_undone:
-            log.warning("rollout_fields_left", path=record.target.spelt, replica_id=record.replica_id)
-        answered, missing = _answered(captured, asks_logprobs=self._rollouts.settings.logprobs)
-        if self._capture is None and self._was_granted and record.outcome == "finished":
-            missing = "not_askable"
-        version, changes_count = self._weights_of(record.replica_id or "")
+            captured = self._capture.captured
+            if not captured.was_undone:
+                log.warning("rollout_fields_left", path=path, replica_id=record.replica_id)
+            answered, missing = _answered(captured, asks_logprobs=self._logprobs)
+        replica_id = record.replica_id or ""
+        known = self._replicas.known.get(replica_id)
         prompt_tokens, _, cached_tokens = record.usage
         turn = Turn(
             seq=0,
             turn_id=turn_id,
             request_id=REQUEST_ID.get(),
-            path=record.target.spelt,
+            path=path,
             model=record.model,
             streams=request.streams,
             branch_id=request.branch_id,
-            replica_id=record.replica_id or "",
+            replica_id=replica_id,
             prompt_tokens=prompt_tokens or 0,
             missing=missing,
-            weights_before=self._weights[0],
-            weights_after=version,
-            changes_before=self._weights[1],
-            changes_after=changes_count,
+            weights_before=self._version,
+            weights_after="" if known is None else known.weight_version,
+            changes_before=self._number,
+            changes_after=0 if known is None else known.weight_number,
             outcome=record.outcome,
-            verdict="ok" if record.outcome == "finished" else record.verdict,
+            verdict="ok" if is_finished else record.verdict,
             cause=record.cause,
             status=record.status or 0,
-            kept=record.outcome == "finished",
+            kept=is_finished,
             tries_count=record.tries_count,
             reason=record.reason or "",
             began_at=self._began_at,
-            held_s=round(record.held_s, 4),
-            total_s=round(monotonic() - record.arrived_s, 4),
+            held_s=_rounded(record.held_s),
+            total_s=_rounded(monotonic() - record.arrived_s),
             cached_tokens=cached_tokens,
             salt=record.salt,
         )
-        self._template.generation = record.generation or self._template.generation
-        has_answers = _ROLE_MARK in request.body if record.target.spelt in _WITH_MESSAGES else None
-        if self._was_granted:
-            self._rollouts.record(self._template, turn, answered, has_answers=has_answers)
+        has_answers = _ROLE_MARK in request.body if path in _WITH_MESSAGES else None
+        if record.generation and record.generation != entry.rollout.generation:
+            entry = self._moved(entry, record)
+        self._rollouts.record(entry, turn, answered, has_answers=has_answers)
+
+    def _moved(self, entry: Entry, record: Record) -> Entry:
+        """Return the rollout of a later generation, in which a turn was tried again."""
+        entry.rollout.granted_count -= 1
+        entry = self._entry = self._entry_of(record, record.generation)
+        entry.rollout.granted_count += 1
+        return entry
+
+
+def _rounded(seconds: float) -> float:
+    return int(seconds * 1e4 + 0.5) / 1e4  # round() goes by a text
 
 
 def _answered(captured: Captured, *, asks_logprobs: bool) -> tuple[Answered, Missing]:
     """Return what was read, packed, and what is missing of it."""
     if captured.prompt is None or not captured.outputs:
-        return Answered(), "unreadable" if captured.is_unreadable else "no_ids"
+        return NOTHING, "unreadable" if captured.is_unreadable else "no_ids"
     missing: Missing = "unreadable" if captured.is_unreadable else ""
     answered = Answered(captured.prompt)
-    for _, read in sorted(captured.outputs.items()):
-        tokens = token_bytes(read.ids)
-        has_logprobs = len(read.logprobs) == len(read.ids)
+    outputs = captured.outputs
+    for index in sorted(outputs) if len(outputs) > 1 else outputs:
+        read = outputs[index]
+        try:
+            tokens = packed_text(read.text)
+        except UNREADABLE:
+            return NOTHING, "unreadable"
+        has_logprobs = 4 * len(read.logprobs) == len(tokens)
         if asks_logprobs and not has_logprobs:
             missing = missing or "no_logprobs"
-        answered.tokens.append(tokens)
+        answered.texts.append(read.text)
         answered.outputs.append(_output(read, tokens, has_logprobs=has_logprobs))
     return answered, missing
 
 
 def _output(read: OutputRead, tokens: bytes, *, has_logprobs: bool) -> Output:
     logprobs = in_planes(logprob_bytes(read.logprobs)) if has_logprobs else b""
-    return Output(in_planes(tokens), logprobs, read.finish, [Span(*each) for each in read.spans])
+    spans = [Span(version, start, end) for version, start, end in read.spans]
+    return Output(in_planes(tokens), logprobs, read.finish, spans)

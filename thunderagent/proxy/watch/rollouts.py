@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import time
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import structlog
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -22,9 +22,9 @@ from prometheus_client.registry import Collector
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.model.decisions import Decision, Release
 from thunderagent.programs.model.events import Event, ProgramReleased
-from thunderagent.rollouts.records import Rollout, Turn, block_of, turns_in
-from thunderagent.rollouts.segments import Segments
-from thunderagent.rollouts.table import Answered, Entry, Table
+from thunderagent.rollouts.records import Turn, block_of, turns_in
+from thunderagent.rollouts.segments import Segments, Stored
+from thunderagent.rollouts.table import PACKED_FROM_BYTES, Answered, Entry, Table
 
 log = structlog.get_logger("thunderagent.rollouts")
 
@@ -39,6 +39,15 @@ class RolloutSettings:
     disk_bytes: int
     keep_s: float
     turns_count: int
+
+
+class _Parcel(NamedTuple):
+    """Work for the thread: records to pack, and what is packed already, if it is to be written."""
+
+    entry: Entry
+    frames: list[bytes]
+    blocks: list[bytes]
+    writes: bool
 
 
 class Programs(Protocol):
@@ -57,7 +66,9 @@ class Rollouts:
         self.clock = clock
         self.table = Table(memory_bytes=settings.memory_bytes, keep_s=settings.keep_s, turns_count=settings.turns_count)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
-        self._under_way: dict[int, Entry] = {}
+        self._wanted: dict[int, Entry] = {}
+        """Rollouts to pack, once the thread has done what it does."""
+        self._works = False
         self._swept_count = 0
         self._ended = asyncio.Event()
         self._segments: Segments | None = None
@@ -70,13 +81,25 @@ class Rollouts:
                 raise ConfigurationError(f"rollout_dir: {error}") from error
         programs.observe(self._heard, Release)
 
-    def granted(self, template: Rollout) -> None:
-        """Note that an engine gets a turn."""
-        self.table.granted(template)
+    def record(self, entry: Entry, turn: Turn, answered: Answered, *, has_answers: bool | None) -> None:
+        """Add a turn that has ended; it may have been the last one of a program that has ended."""
+        self.table.record(entry, turn, answered, has_answers=has_answers)
+        self._looked_at(entry)
 
-    def record(self, template: Rollout, turn: Turn, answered: Answered, *, has_answers: bool | None) -> None:
-        """Add a turn that has ended."""
-        self._pack(self.table.record(template, turn, answered, has_answers=has_answers))
+    def lost(self, entry: Entry) -> None:
+        """Note that a turn which an engine got cannot be recorded."""
+        self.table.lost(entry)
+        self._looked_at(entry)
+
+    def _looked_at(self, entry: Entry) -> None:
+        """Have a rollout packed if there is enough of it, or if it has ended."""
+        if entry.rollout.ended:
+            ended, self._ended = self._ended, asyncio.Event()
+            ended.set()
+            self._pack(entry)
+            self._sweep()
+        elif entry.frames_bytes >= PACKED_FROM_BYTES:
+            self._pack(entry)
 
     def _heard(self, event: Event, decisions: Sequence[Decision]) -> None:
         outcome = event.outcome if isinstance(event, ProgramReleased) else ""
@@ -85,10 +108,7 @@ class Rollouts:
                 continue
             entry = self.table.ended(decision.program_id, decision.generation, outcome, self.clock())
             if entry is not None:
-                ended, self._ended = self._ended, asyncio.Event()
-                ended.set()
-                self._pack(entry)
-        self._sweep()
+                self._looked_at(entry)
 
     # --- the thread
 
@@ -99,51 +119,58 @@ class Rollouts:
             self._thread.submit(self._segments.delete_except, self.table.segments)
 
     def _pack(self, entry: Entry) -> None:
-        """Have records packed and written, unless that is under way for the same program: then it goes on after it."""
-        if id(entry) in self._under_way:
-            return
-        frames = self.table.to_pack(entry)
-        writes = entry.rollout.ended and self._segments is not None and entry.stored is None
-        if not frames and not (writes and entry.blocks):
-            return
-        self._under_way[id(entry)] = entry
-        loop = asyncio.get_running_loop()
-        work = partial(self._work, loop, entry, frames, list(entry.blocks), writes=writes)
-        self._thread.submit(work)
+        """Have records packed and written: at once, or after what the thread does now, together with others."""
+        self._wanted[id(entry)] = entry
+        if not self._works:
+            self._work_on()
 
-    def _work(
-        self, loop: asyncio.AbstractEventLoop, entry: Entry, frames: list[bytes], blocks: list[bytes], *, writes: bool
-    ) -> None:
-        done: Callable[[], None]
+    def _work_on(self) -> None:
+        """Give the thread all that is wanted."""
+        wanted, self._wanted = self._wanted, {}
+        parcels = [self._parcel(entry) for entry in wanted.values()]
+        parcels = [each for each in parcels if each.frames or (each.writes and each.blocks)]
+        self._works = bool(parcels)
+        if parcels:
+            self._thread.submit(self._work, asyncio.get_running_loop(), parcels)
+
+    def _parcel(self, entry: Entry) -> _Parcel:
+        writes = entry.rollout.ended and self._segments is not None and entry.stored is None
+        return _Parcel(entry, self.table.to_pack(entry), list(entry.blocks), writes)
+
+    def _work(self, loop: asyncio.AbstractEventLoop, parcels: list[_Parcel]) -> None:
+        done = [self._packed(each) for each in parcels]
+        loop.call_soon_threadsafe(self._was_done, done)
+
+    def _packed(self, parcel: _Parcel) -> Callable[[], None]:
+        """Pack records, and write them; return what the table is to be told then."""
+        entry, frames, blocks = parcel.entry, parcel.frames, parcel.blocks
         try:
             block = block_of(frames) if frames else b""
-            if writes and self._segments is not None:
-                stored, deleted = self._segments.append(entry.rollout, [*blocks, block] if block else blocks)
-                done = partial(self._was_stored, entry, stored, deleted)
-            else:
-                done = partial(self._was_packed, entry, len(frames), block)
+            if not parcel.writes or self._segments is None:
+                return partial(self.table.packed, entry, len(frames), block)
+            stored, deleted = self._segments.append(entry.rollout, [*blocks, block] if block else blocks)
         except OSError as error:
-            done = partial(self._was_not_stored, entry, str(error))
-        loop.call_soon_threadsafe(done)
+            return partial(self._was_not_stored, entry, str(error))
+        return partial(self._was_stored, entry, stored, deleted)
 
-    def _was_packed(self, entry: Entry, count: int, block: bytes) -> None:
-        del self._under_way[id(entry)]
-        self.table.packed(entry, count, block)
-        self._pack(entry)
+    def _was_done(self, done: list[Callable[[], None]]) -> None:
+        for tell in done:
+            tell()
+        self._work_on()
 
-    def _was_stored(self, entry: Entry, stored: object, deleted: list[int]) -> None:
-        del self._under_way[id(entry)]
-        self.table.stored(entry, stored)  # type: ignore[arg-type]  # as `append` returned it
+    def _was_stored(self, entry: Entry, stored: Stored, deleted: list[int]) -> None:
+        self.table.stored(entry, stored)
         for number in deleted:
             self.table.drop_segment(number)
 
     def _was_not_stored(self, entry: Entry, why: str) -> None:
-        del self._under_way[id(entry)]
         log.error("rollout_not_stored", program_id=entry.rollout.program_id, why=why, effect="it stays in memory")
 
     def close(self) -> None:
-        """Write what is under way, and end the thread."""
+        """Write what is under way, and what is wanted; end the thread."""
         self._thread.shutdown(wait=True)
+        for entry in self._wanted.values():
+            self._packed(self._parcel(entry))
         if self._segments is not None:
             self._segments.close()
 

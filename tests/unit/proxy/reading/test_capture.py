@@ -18,11 +18,12 @@ from thunderagent.proxy.reading.capture import (
     Capture,
     ask,
 )
+from thunderagent.rollouts.tokens import packed_text, token_ids
 
 ANSWERS: dict[str, str] = json.loads(Path(__file__).with_name("engine_answers.json").read_text())
 """Answers of engines with a small random model, as asked, and (+) as asked by us; the same turn each time."""
 
-OURS = Asked(b"", (), ids_added=True, logprobs_added=True)
+OURS = Asked(b"", ids_added=True, logprobs_added=True)
 CHAT_IDS = ([2001, 1, 2, 3, 4, 2002], [1640, 1640, 32, 32])
 TEXT_IDS = ([1, 2, 3, 4], [1871, 857, 660, 1718])
 TOKEN_IDS = ([50, 51, 52, 53], [39, 39, 39, 435])
@@ -50,6 +51,12 @@ def plain(text: str | bytes) -> str:
     return OF_A_MOMENT.sub('"-":0', text if isinstance(text, str) else text.decode())
 
 
+def ids(text: bytes | None) -> list[int]:
+    """Return the tokens of a text."""
+    assert text is not None
+    return token_ids(packed_text(text))
+
+
 def fed(capture: Capture, stream: str, size: int) -> bytes:
     """Feed a stream in pieces of a size, and return what the client gets."""
     data = stream.encode()
@@ -65,12 +72,44 @@ def test_whole_answer_is_read_and_given_back_as_without_us(name: str) -> None:
     got = capture.take_whole(ANSWERS[asked].encode())
     assert plain(got) == plain(ANSWERS[name])
     read = capture.captured
-    assert (read.prompt, read.outputs[0].ids) == (prompt, output)
+    assert (ids(read.prompt), ids(read.outputs[0].text)) == (prompt, output)
     assert len(read.outputs[0].logprobs) == len(output)
     assert all(-10 < each < 0 for each in read.outputs[0].logprobs)
     assert read.outputs[0].finish == "length"
     assert read.was_undone
     assert not read.is_unreadable
+
+
+@pytest.mark.parametrize("name", ["vllm chat+", "vllm comp+"])
+def test_answer_that_is_spelt_otherwise_is_read_the_same(name: str) -> None:
+    """With spaces it is decoded, without them its members are found by their spelling."""
+    path = CHAT if "chat" in name else COMPLETIONS
+    usual, other = (Capture("vllm", path, OURS, streams=False) for _ in range(2))
+    got = usual.take_whole(ANSWERS[name].encode())
+    spaced = json.dumps(json.loads(ANSWERS[name]), indent=1).encode()
+    assert json.loads(other.take_whole(spaced)) == json.loads(got)
+    for one, its in ((usual.captured, other.captured),):
+        assert (one.prompt, one.outputs[0].text, one.outputs[0].logprobs, one.outputs[0].finish) == (
+            its.prompt,
+            its.outputs[0].text,
+            its.outputs[0].logprobs,
+            its.outputs[0].finish,
+        )
+
+
+@pytest.mark.parametrize("cut", ['"token_ids":[', '"finish_reason":"', '"logprobs":{', '"prompt_token_ids":['])
+def test_answer_with_a_member_too_many_or_too_few_is_decoded(cut: str) -> None:
+    """Then nothing is found by spelling alone."""
+    text = ANSWERS["vllm chat+"]
+    twice = text[:-1] + f',"x":{{{cut}' + {"[": "]", '"': '"', "{": "}"}[cut[-1]] + "}}"
+    assert json.loads(twice)["x"] is not None
+    capture = Capture("vllm", CHAT, OURS, streams=False)
+    got = capture.take_whole(twice.encode())
+    assert json.loads(got)["x"] == json.loads(twice)["x"]
+    assert (ids(capture.captured.prompt), ids(capture.captured.outputs[0].text)) == CHAT_IDS
+    gone = Capture("vllm", CHAT, OURS, streams=False)
+    gone.take_whole(text.replace(cut, cut.replace('"', '"_', 1)).encode())
+    assert (gone.captured.prompt is None) == (cut == '"prompt_token_ids":[')
 
 
 @pytest.mark.parametrize("size", [1, 7, 100_000])
@@ -80,7 +119,7 @@ def test_stream_is_read_and_given_back_as_without_us(name: str, size: int) -> No
     path, asked, (prompt, output) = STREAMS[name]
     capture = Capture(name.split(maxsplit=1)[0], path, OURS, streams=True)
     assert plain(fed(capture, ANSWERS[asked], size)) == plain(ANSWERS[name])
-    assert (capture.captured.prompt, capture.captured.outputs[0].ids) == (prompt, output)
+    assert (ids(capture.captured.prompt), ids(capture.captured.outputs[0].text)) == (prompt, output)
     assert len(capture.captured.outputs[0].logprobs) == len(output)
     assert capture.captured.outputs[0].finish == "length"
 
@@ -92,7 +131,7 @@ def test_sglang_chat_stream_loses_its_event_of_ids() -> None:
     assert "sglext" not in got
     assert '"logprobs":{' not in got
     assert got.endswith("data: [DONE]\n\n")
-    assert (capture.captured.prompt, capture.captured.outputs[0].ids) == CHAT_IDS
+    assert (ids(capture.captured.prompt), ids(capture.captured.outputs[0].text)) == CHAT_IDS
     assert len(capture.captured.outputs[0].logprobs) == 4
 
 
@@ -104,7 +143,7 @@ def test_generate_stream_has_nothing_of_ours_left() -> None:
     assert "prompt_token_ids" not in got
     for event in got.split("\n\n")[:-2]:
         json.loads(event.removeprefix("data: "))
-    assert (capture.captured.prompt, capture.captured.outputs[0].ids) == TEXT_IDS
+    assert (ids(capture.captured.prompt), ids(capture.captured.outputs[0].text)) == TEXT_IDS
     assert capture.captured.outputs[0].spans == [("default", 0, 4)]
 
 
@@ -115,7 +154,7 @@ def test_token_api_keeps_its_own_ids() -> None:
     assert got.count('"token_ids":[') == 4
     assert "prompt_token_ids" not in got
     assert '"logprobs":{' not in got
-    assert capture.captured.outputs[0].ids == TOKEN_IDS[1]
+    assert ids(capture.captured.outputs[0].text) == TOKEN_IDS[1]
     assert capture.captured.outputs[0].spans == [("default", 0, 4)]
 
 
@@ -128,7 +167,7 @@ def test_responses_have_ids(name: str) -> None:
     got = fed(capture, text, 99).decode() if streams else capture.take_whole(text.encode()).decode()
     assert '"tokens"' not in got
     assert got.count('"input_messages":null') == text.count('"input_messages"')
-    assert (capture.captured.prompt, capture.captured.outputs[0].ids) == CHAT_IDS
+    assert (ids(capture.captured.prompt), ids(capture.captured.outputs[0].text)) == CHAT_IDS
     assert capture.captured.outputs[0].finish == "max_output_tokens"
 
 
@@ -136,17 +175,17 @@ def test_several_choices_are_several_outputs() -> None:
     """With `n` each choice has its own."""
     whole = Capture("vllm", CHAT, OURS, streams=False)
     assert plain(whole.take_whole(ANSWERS["vllm chat n2+"].encode())) == plain(ANSWERS["vllm chat n2"])
-    assert whole.captured.outputs[1].ids == [516, 1030, 1470, 1947]
+    assert ids(whole.captured.outputs[1].text) == [516, 1030, 1470, 1947]
     stream = Capture("vllm", CHAT, OURS, streams=True)
     fed(stream, ANSWERS["vllm chat s n2+"], 1000)
-    assert {index: read.ids for index, read in stream.captured.outputs.items()} == {
-        index: read.ids for index, read in whole.captured.outputs.items()
+    assert {index: read.text for index, read in stream.captured.outputs.items()} == {
+        index: read.text for index, read in whole.captured.outputs.items()
     }
 
 
 def test_what_the_client_asked_for_stays() -> None:
     """A field of its own is read, and passed on."""
-    asked = Asked(b"", (), ids_added=False, logprobs_added=True)
+    asked = Asked(b"", ids_added=False, logprobs_added=True)
     got = Capture("vllm", CHAT, asked, streams=False).take_whole(ANSWERS["vllm chat+"].encode())
     assert b'"token_ids":[1640,1640,32,32]' in got
     assert b'"logprobs":null' in got
@@ -157,15 +196,15 @@ def test_chunk_that_exists_only_for_ids_is_left_out() -> None:
     chunk = (
         b'data: {"id":"x","choices":[{"index":0,"delta":{},"logprobs":null,"finish_reason":null,"token_ids":[7]}]}\n\n'
     )
-    capture = Capture("vllm", CHAT, Asked(b"", (), ids_added=True), streams=True)
+    capture = Capture("vllm", CHAT, Asked(b"", ids_added=True), streams=True)
     assert capture.feed(chunk) == b""
     capture.rest()
-    assert capture.captured.outputs[0].ids == [7]
+    assert ids(capture.captured.outputs[0].text) == [7]
     last = chunk.replace(b'"finish_reason":null', b'"finish_reason":"stop"')
     assert capture.feed(last) == last.replace(b"[7]", b"null")
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b'{"choices":3}', b'{"choices":[{"token_ids":["x"]}]}', b"\xff"])
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"choices":3}', b'{"choices":[{"logprobs":{"content":3}}]}', b"\xff"])
 def test_unreadable_answer_passes_unchanged(body: bytes) -> None:
     """Nothing is guessed, and nothing is lost."""
     capture = Capture("vllm", CHAT, OURS, streams=False)
