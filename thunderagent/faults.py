@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
+from typing import Any, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 
 def faults_of(
@@ -17,17 +19,38 @@ def faults_of(
     """Return a line for each fault, with its place but without the value; `whole` is the place of the whole input.
 
     Our own sentence about the whole is used alone. `place_of` says a place in words, `known` has the keys that may
-    stand there: the one nearest to a wrong key is named.
+    stand there: the one nearest to a wrong key is named, and the nearest of several words to a wrong word.
     """
     lines = []
-    for each in error.errors(include_url=False, include_context=False, include_input=False):
+    for each in error.errors(include_url=False):
         is_own = each["type"] == "value_error"
         place = place_of(each["loc"]) or ("" if is_own else whole)
         words = each["msg"].removeprefix("Value error, ") if is_own else each["msg"]
         if each["type"] == "extra_forbidden" and (keys := list(known(each["loc"]))):
             words = f"there is no such key{nearest_hint(str(each['loc'][-1]), keys)}"
+        elif each["type"] == "literal_error":
+            words += nearest_hint(str(each["input"]), re.findall(r"'([^']*)'", each["ctx"]["expected"]))
         lines.append(f"{place}: {words}" if place else words)
     return lines
+
+
+def fields_at(model: type[BaseModel], loc: tuple[int | str, ...]) -> Iterable[str]:
+    """Return the keys that a model knows where `loc` ends; empty if no model stands there."""
+    for key in loc[:-1]:
+        if isinstance(key, str):
+            field = model.model_fields.get(key)
+            inner = next(_models_in(field.annotation), None) if field is not None else None
+            if inner is None:
+                return ()
+            model = inner
+    return model.model_fields
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for each in get_args(annotation):
+        yield from _models_in(each)
 
 
 def nearest_hint(word: str, known: Iterable[str]) -> str:

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any, cast
 
 from thunderagent.errors import ConfigurationError
+from thunderagent.faults import nearest_hint
 from thunderagent.programs.model.policy import (
     Admission,
     EnginePriority,
@@ -153,7 +154,7 @@ def _made(
     known = _settings_of(factory)
     if known or is_dataclass(factory):
         if unknown := sorted(set(settings) - set(known)):
-            has = f"it has: {', '.join(known)}" if known else "it has none"
+            has = f"it has: {', '.join(known)}{nearest_hint(unknown[0], known)}" if known else "it has none"
             if meant := [each for each in of_chosen if each.endswith(f".{unknown[0]}")]:
                 has = f"did you mean {' or '.join(meant)}?"
             raise ConfigurationError(f"{what} has no setting {unknown[0]!r}; {has}")
@@ -186,7 +187,9 @@ def _imported(kind: str, name: str) -> Callable[..., object]:
     module_name, colon, class_name = name.partition(":")
     if not colon:
         known = [*POLICIES, *PRESETS] if kind == "policy" else PARTS[kind]
-        raise ConfigurationError(f"no {kind} {name!r}; there are {', '.join(known)}, or package.module:Class")
+        raise ConfigurationError(
+            f"no {kind} {name!r}; there are {', '.join(known)}, or package.module:Class{nearest_hint(name, known)}"
+        )
     try:
         return cast("Callable[..., object]", getattr(import_module(module_name), class_name))
     except (ImportError, AttributeError) as error:

@@ -21,7 +21,6 @@ from thunderagent.backends import BACKENDS, backend_of
 from thunderagent.backends.poller import Poller, ReplicaEndpoint
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
-from thunderagent.policy_loader import load_policy
 from thunderagent.proxy.app import LOOP_LAG, OPEN_FILES
 from thunderagent.proxy.fleet.breaker import BreakerSettings
 from thunderagent.proxy.fleet.client import ReplicaClient
@@ -45,7 +44,7 @@ from thunderagent.serving.building import (
     build_runtime,
     client_settings_of,
     engine_hold_s_of,
-    policy_settings_of,
+    policy_of,
     turn_settings_of,
 )
 from thunderagent.serving.embedded import embedded_engines
@@ -260,7 +259,7 @@ async def gateway(config: ServeConfig) -> AsyncIterator[tuple[str, RemoteRuntime
         uses_plugins=config.engine_plugin,
         engine_hold_s=engine_hold_s_of(config),
     )
-    policy = load_policy(config.policy, policy_settings_of(config))
+    policy = policy_of(config)
     identity = IdentityRules(
         config.program_headers,
         user_names_program=config.user_names_program,

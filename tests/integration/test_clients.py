@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
 
 from tests.integration.support import (
+    CHAT,
+    DEADLINE_S,
+    Gate,
     answers,
     ask,
     cap,
     chunk,
     fake_replica,
+    get,
+    post,
     running_proxy,
     stream_head,
+    turn,
     until,
     word,
     writes,
@@ -23,7 +30,7 @@ from tests.integration.support import (
 from thunderagent.cli import main
 
 if TYPE_CHECKING:
-    from tests.integration.support import RunningProxy
+    from tests.integration.support import Call, RunningProxy
 
 MESSAGES: Any = [{"role": "user", "content": "hello there"}]
 
@@ -107,6 +114,95 @@ async def test_a_broken_stream_is_an_error_for_the_openai_client() -> None:
         with pytest.raises(openai.APIError, match="closed the connection"):
             async for _ in stream:
                 pass
+
+
+@pytest.mark.parametrize("header", ["X-Program-Parent", "X-Dynamo-Parent-Session-ID", "X-Parent-Session-Id"])
+async def test_parents_that_fill_the_memory_do_not_wait_for_their_own_sub_agents(header: str) -> None:
+    """Each goes on after a child that its client names in this header and never releases."""
+    parents = ["parent-0", "parent-1", "parent-2"]
+    async with fake_replica() as replica, running_proxy(replica.url, **cap(len(parents))) as proxy:
+
+        async def turns(names: list[str], *of_whom: tuple[str, str]) -> None:
+            async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
+                asked = [
+                    group.create_task(post(proxy.url, CHAT, turn(), ("X-Session-Id", name), *of_whom)) for name in names
+                ]
+            assert [each.result().status for each in asked] == [200] * len(names)
+
+        await turns(parents)
+        for parent in parents:
+            await turns([f"child of {parent}"], (header, parent))
+        await turns(parents)
+        assert programs_of(proxy) == parents
+
+
+async def test_programs_share_a_prefix_behind_a_block_that_engines_leave_out() -> None:
+    """Claude Code's first block differs with each task, its tools and its prompt do not."""
+
+    async def counts(call: Call) -> None:
+        usage = {"prompt_tokens": len(call.body) // 4, "completion_tokens": 1, "total_tokens": len(call.body) // 4 + 1}
+        await answers({"choices": [{"index": 0, "message": {"role": "assistant", "content": "a"}}], "usage": usage})(
+            call
+        )
+
+    async def shared_tokens(*marks: str) -> int:
+        async with fake_replica(counts) as replica, running_proxy(replica.url) as proxy:
+            for number, mark in enumerate(marks):
+                system = f"x-anthropic-billing-header: cc_version=2.1.{mark};", "You are an agent. " * 1000
+                body = turn(
+                    system=[{"type": "text", "text": text} for text in system],
+                    tools=[{"name": "tool", "description": "does this " * 1000, "input_schema": {}}],
+                    content=f"task {number}",
+                )
+                assert (await post(proxy.url, f"/p/{number}{CHAT}", body)).status == 200
+            (known,) = (await get(proxy.url, "/replicas")).json()["replicas"]
+            return int(known["shared_tokens"])
+
+    alike = await shared_tokens("a", "a", "a")
+    assert alike > 2 * 5000
+    assert await shared_tokens("a", "b", "c") == alike
+
+
+async def test_nat_does_not_forget_a_turn_that_is_held_or_in_flight() -> None:
+    """The kernel probes both its connections within a minute."""
+    gate = Gate()
+    async with fake_replica(gate) as replica, running_proxy(replica.url, **cap(1)) as proxy:
+        turns = [asyncio.create_task(ask(proxy.url, name)) for name in ("in flight", "held")]
+        await until(lambda: replica.calls and proxy.runtime.held_count == 1)
+        port, engine_port = (int(url.rpartition(":")[2]) for url in (proxy.url, replica.url))
+        _, of_turn = replica.calls[0].transport.get_extra_info("peername")
+
+        def probed_in_s() -> list[float]:
+            """Of the two turns' connections, and of that to the engine."""
+            return [
+                each
+                for (local, other), each in probes_of_kernel().items()
+                if local == port or (local, other) == (of_turn, engine_port)
+            ]
+
+        await until(lambda: float("inf") not in probed_in_s())  # what was just sent has another timer first
+        assert len(probed_in_s()) == 3
+        assert max(probed_in_s()) <= 60.0
+        gate.open()
+        assert (await turns[0]).status == 200
+        assert proxy.runtime.release("in flight")
+        assert (await turns[1]).status == 200
+
+
+KEEP_ALIVE_TIMER = "02"
+TICKS_PER_S = 100.0
+
+
+def probes_of_kernel() -> dict[tuple[int, int], float]:
+    """Return in how many seconds the kernel probes each connection here, by its ports; `inf` if it never does."""
+    found = {}
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, other, state, _, timer, *_ = line.split()
+        if state == "01":
+            kind, _, ticks = timer.partition(":")
+            ports = int(local.rpartition(":")[2], 16), int(other.rpartition(":")[2], 16)
+            found[ports] = int(ticks, 16) / TICKS_PER_S if kind == KEEP_ALIVE_TIMER else float("inf")
+    return found
 
 
 async def test_status_shows_a_running_proxy(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
 import os
 import re
 import shutil
 import subprocess
+import sys
 from asyncio.subprocess import PIPE
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -180,6 +184,59 @@ async def test_codex_runs_a_command_as_one_program(programs_folder: Path, tmp_pa
             assert seen.released == seen.arrived[:1]
         else:
             assert seen.arrived[0] == model.asked[0][1]["session-id"]
+
+
+CODEX_WAYS = {
+    "websockets": "supports_websockets = true",
+    "signed in": "requires_openai_auth = true",
+    "its own provider": "",
+}
+"""How people set Codex up besides, and what their provider's table has more."""
+
+
+def sign_in(home: Path) -> None:
+    """Write a made-up sign-in without a signature: only its shape matters."""
+
+    def part(content: object) -> str:
+        return base64.urlsafe_b64encode(json.dumps(content).encode()).rstrip(b"=").decode()
+
+    now = datetime.now(UTC)
+    account = {"chatgpt_account_id": "0", "chatgpt_plan_type": "plus"}
+    claims = {"exp": int(now.timestamp()) + 10**8, "https://api.openai.com/auth": account}
+    token = ".".join((part({"alg": "none"}), part(claims), "c2ln"))
+    tokens = {"id_token": token, "access_token": token, "refresh_token": "none", "account_id": "0"}
+    auth = {"auth_mode": "chatgpt", "OPENAI_API_KEY": None, "tokens": tokens, "last_refresh": now.isoformat()}
+    (home / "auth.json").write_text(json.dumps(auth))
+
+
+@pytest.mark.parametrize("way", CODEX_WAYS)
+async def test_codex_is_one_program_however_it_is_set_up(programs_folder: Path, tmp_path: Path, way: str) -> None:
+    """Over websockets it is told at once to use HTTP; signed in it packs its bodies, which engines do not read."""
+    if way == "signed in":
+        pytest.importorskip("backports.zstd" if sys.version_info < (3, 14) else "compression.zstd")
+        sign_in(tmp_path)
+    script = ScriptedModel(tool="exec_command", arguments={"cmd": "echo sunny"})
+    async with script.running() as model, running_proxy(model.url) as proxy:
+        seen = Seen()
+        proxy.runtime.observe(seen)
+        config, command = blocks("codex", "toml")[0], blocks("codex", "sh")[1]
+        config = config.replace("http://127.0.0.1:8300", proxy.url)
+        if way == "its own provider":
+            config = f'model = "simulated"\nopenai_base_url = "{proxy.url}/p/$run/v1"\n'
+            command = re.sub(r" --config \S+", f' --config openai_base_url="{proxy.url}/p/$run/v1"', command)
+            command = command.replace("codex exec", "CODEX_API_KEY=none codex exec")
+        else:
+            config += CODEX_WAYS[way] + "\n"
+        if way == "signed in":
+            config = config.replace('name = "thunderagent"', 'name = "OpenAI"')
+        (tmp_path / "config.toml").write_text(config)
+        command = command.replace('"What is the weather?"', '"What is the weather?" 2>&1')
+        output = await type_in(command, proxy, programs_folder, tmp_path)
+        assert "sunny" in output
+        assert "econnecting" not in output
+        assert seen.finished_count == len(seen.arrived) == 2
+        assert len(set(seen.arrived)) == 1
+        assert seen.released == seen.arrived[:1]
 
 
 def opencode_config(folder: Path, proxy: RunningProxy) -> str:

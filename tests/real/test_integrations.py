@@ -116,6 +116,20 @@ async def test_the_page_s_code_is_one_program(python: Path, name: str, turns_cou
         assert [bool(tool) for tool in seen.tools] == [number < turns_count - 1 for number in range(turns_count)]
 
 
+async def test_the_graph_of_langchain_calls_both_tools_on_simulated_engines(python: Path) -> None:
+    """As `thunderagent serve` has them: call, result, call, result, words."""
+    async with (
+        running(ServerConfig(EngineConfig(kv_tokens=16_000), port=0, grace_s=0)) as one,
+        running_proxy(one) as proxy,
+    ):
+        seen = Seen(output_tokens=None)
+        proxy.runtime.observe(seen)
+        output = await run_script(python, code("langchain").replace("http://127.0.0.1:8300", proxy.url))
+        assert output.index("sunny in ") < output.index("2,000,000 in ")
+        assert seen.tools == ["weather", "population", ""]
+        assert seen.released == seen.arrived[:1] != [None]
+
+
 VARIANTS = {
     "openai responses": """
 from openai import OpenAI

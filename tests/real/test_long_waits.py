@@ -1,7 +1,7 @@
 """Waits of minutes, in real time and concurrently: a held turn, and a paused generation.
 
 A turn of Codex waits for 400 s with `THUNDERAGENT_LONG_HOLD_S=400`; without it for more than 120 s, the longest wait
-that the proxy itself asks of a client.
+that the proxy itself asks of a client. Turns of clients for Node wait as long as their transport lets them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import re
 import time
+from asyncio.subprocess import PIPE
 from typing import TYPE_CHECKING, Any
 
 import httpx2
@@ -19,6 +20,7 @@ import pytest
 from benchmarks.engine_kinds import MODEL_NAME
 from benchmarks.processes import thunderagent
 from tests.real.support import metrics, until
+from tests.real.test_coding_clis import NODE_CLIENTS, node_folder  # noqa: F401 - a fixture
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -135,6 +137,49 @@ async def pause_as_skyrl(engine: RealEngine, proxy: Server) -> str:
         assert program["turn_count"] == 1
         await told("/finish_session", params={"session_id": "task-1_0"})
     return f"a generation stood still for {PAUSE_S:.0f} s, and gave the same {len(answer.content):,} bytes"
+
+
+async def hold_for_node(client: str, packages: Path, folder: Path) -> str:
+    """Hold a turn of a client for Node with its defaults, and never make room; return how it is served."""
+    folder.mkdir()
+    options = ("--embedded-engines", "1", "--port", "0", "--policy", "cap", "--policy-arg", "n=1")
+    async with (
+        thunderagent("serve", *options, "--idle-limit-s", "1000", log_path=folder / "proxy.log") as proxy,
+        httpx2.AsyncClient(base_url=proxy.url, timeout=60) as admin,
+    ):
+        first = {"model": "simulated", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+        assert (await admin.post("/p/first/v1/chat/completions", json=first)).status_code == 200
+        script = folder / "client.cjs"
+        script.write_text(NODE_CLIENTS.replace("http://127.0.0.1:8300", f"{proxy.url}/p/second"))
+        environment = {**os.environ, "NODE_PATH": str(packages), "NO_PROXY": "127.0.0.1"}
+        node = await asyncio.create_subprocess_exec("node", script, client, stdout=PIPE, stderr=PIPE, env=environment)
+        try:
+            said, complaint = await node.communicate()
+        finally:
+            if node.returncode is None:
+                node.kill()
+        assert b"answered" in said, complaint.decode()
+        second = (await admin.get("/programs/second")).json()
+        assert second["turn_count"] == 1
+        assert ("restore", "patience") in [(entry["what"], entry["why"]) for entry in second["story"]]
+        assert not [entry for entry in second["story"] if entry["what"] == "abandoned"]
+        assert LEAST_NODE_S < second["held_s_total"] < NODE_GIVES_UP_S
+    return f"{client} for Node was held for {second['held_s_total']:.0f} s, and served at its first attempt"
+
+
+LEAST_NODE_S, NODE_GIVES_UP_S = 120.0, 300.0
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(NODE_GIVES_UP_S + 180, func_only=True)
+async def test_clients_for_node_are_served_before_their_transport_gives_up(
+    node_folder: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """They wait for 600 s and say so, or say nothing; what they are built on ends each request after 300 s."""
+    clients = ("openai", "anthropic")
+    for outcome in await asyncio.gather(*(hold_for_node(each, node_folder, tmp_path / each) for each in clients)):
+        print(outcome)
 
 
 @pytest.mark.nightly

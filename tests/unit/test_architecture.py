@@ -96,7 +96,7 @@ ARROWS: dict[str, frozenset[str]] = {
     "": frozenset(),
     "errors": frozenset(),
     "programs": frozenset({"errors"}),
-    "policy_loader": frozenset({"errors", "programs"}),
+    "policy_loader": frozenset({"errors", "faults", "programs"}),
     # Small parts that both backends and tools need; these two do not know each other.
     "faults": frozenset(),
     "cluster": frozenset(),
@@ -106,7 +106,7 @@ ARROWS: dict[str, frozenset[str]] = {
     "bodies": frozenset(),
     "backends": frozenset({"errors", "programs", "faults", "cluster", "bounded"}),
     "tools": frozenset({"errors", "programs", "faults", "cluster"}),
-    "simulator": frozenset({"errors", "programs", "policy_loader", "tools", "bodies"}),
+    "simulator": frozenset({"errors", "faults", "programs", "policy_loader", "tools", "bodies"}),
     "leases": frozenset({"programs"}),
     "rollouts": frozenset({"programs"}),
     "runtime": frozenset({"errors", "programs", "policy_loader", "leases"}),
@@ -152,7 +152,7 @@ ARROWS: dict[str, frozenset[str]] = {
     # Both in one command.
     "one_machine": EVERY_ROOM | {"config", "serving", "scaling"},
     # Lets an Envoy carry the bytes: leases for it, beside a gateway or a whole proxy.
-    "picker": frozenset({"errors", "leases", "proxy", "log_lines", "config", "policy_loader", "scaling", "serving"}),
+    "picker": frozenset({"errors", "leases", "proxy", "log_lines", "config", "scaling", "serving"}),
     # A client of engines and of a proxy, which it can start itself.
     "doctor": frozenset({"errors", "backends", "bounded", "config", "log_lines", "serving"}),
     "cli": EVERY_ROOM

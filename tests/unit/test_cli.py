@@ -239,6 +239,12 @@ def test_an_option_that_is_true_or_false_may_stand_alone(argv: list[str], said: 
         (["serve", "--backends", "here:80"], "'here:80' is not an http or https URL"),
         (["serve", "--log-level", "loud"], "invalid choice: 'loud'"),
         (["serve", "--policy", "fastest"], "no policy 'fastest'; there are autellix, breakeven, cap, continuum"),
+        (["serve", "--policy", "brakeven"], "or package.module:Class; did you mean breakeven?"),
+        (["serve", "--policy", "ttl", "--policy-arg", "ttls=6"], "; did you mean ttl_s?"),
+        (["serve", "--fence", "strat"], "fence: Input should be 'start' or 'turn'; did you mean start?"),
+        (["simulate", "--workload", "standart"], "; did you mean standard?"),
+        (["status", "localhost:8300"], "arguments: localhost:8300; did you mean --url localhost:8300?"),
+        (["replay", "/dev/null"], "error: /dev/null: it is empty: not an event log"),
         (["serve", "--policy", "cap", "--policy-arg", "m=6"], "policy cap has no setting 'm'; it has: n"),
         (["serve", "--policy", "cap", "--policy-arg", "n=0"], "cap: n must be a whole number, at least 1, not 0"),
         (["serve", "--policy-arg", "n"], "error: policy_args: 'n' is not name=value"),
@@ -262,7 +268,7 @@ def test_an_option_that_is_true_or_false_may_stand_alone(argv: list[str], said: 
         (["replay"], "the following arguments are required: LOG"),
         (["record", "events.jsonl"], "the following arguments are required: --out"),
         (["record", "no/such/log", "--out", "x"], "error: no/such/log: No such file or directory"),
-        (["record", __file__, "--out", "x"], "line 1: not the header of an event log"),
+        (["record", __file__, "--out", "x"], f"{__file__}: line 1: not the header of an event log"),
     ],
 )
 def test_a_wrong_option_ends_with_2_and_one_clear_line(
@@ -327,6 +333,29 @@ def test_a_command_whose_package_is_missing_says_what_to_install(
     assert (
         f"error: argument COMMAND: {command}: install thunderagent with the extra `{extra}`;" in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('port = 1\npolicy = "brakeven"\n', "wrong.toml, line 2: policy: no policy 'brakeven'"),
+        (
+            'policy = "cap"\n[policy_args]\nm = 3\n',
+            "line 1: policy, line 2: policy_args: policy cap has no setting 'm'",
+        ),
+        ('order = "fcsf"\n', "wrong.toml, line 1: order: no order 'fcsf'"),
+    ],
+)
+def test_a_policy_that_a_file_names_wrongly_is_refused_with_the_line(
+    tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the command line says instead is not the file's."""
+    path = tmp_path / "wrong.toml"
+    path.write_text(text)
+    assert exit_status("serve", "--config", str(path)) == 2
+    assert message in capsys.readouterr().err
+    assert exit_status("serve", "--config", str(path), "--policy", "brake") == 2
+    assert "wrong.toml, line 2: policy:" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("policy", ["sticky", "fcfs", "autellix"])

@@ -268,7 +268,13 @@ def test_a_length_names_no_program() -> None:
         ("api_keys = 5\n", "line 1: api_keys: give a list, or a text with commas"),
         ('policy_args = "n"\n', "line 1: policy_args: 'n' is not name=value"),
         ('[policy_args]\nn = "6"\nport = "1"\n[zzzz]\n', "line 4: zzzz: there is no such key"),
-        ("port = 1\nport = 2\n", "thunderagent.toml: Cannot overwrite a value"),
+        ("port = 1\nport = 2\n", "thunderagent.toml: not TOML: Cannot overwrite a value"),
+        ("port: 8300\n", "thunderagent.toml: not TOML: Expected '='"),
+        (
+            'log_level = "inof"\n',
+            "line 1: log_level: Input should be 'debug', 'info', 'warning' or 'error'; did you mean info?",
+        ),
+        ('[sandbox_templates.py]\ndriver = "dokcer"\n', "line 2: sandbox_templates.py.driver: "),
     ],
 )
 def test_a_fault_in_the_file_names_it_with_its_line_and_key(tmp_path: Path, text: str, message: str) -> None:
@@ -277,6 +283,13 @@ def test_a_fault_in_the_file_names_it_with_its_line_and_key(tmp_path: Path, text
         ServeConfig.load(toml(tmp_path, text))
     assert message in refused.value.message
     assert str(tmp_path / "thunderagent.toml") in refused.value.message
+
+
+def test_a_file_in_another_encoding_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "latin.toml"
+    path.write_bytes('# caf\xe9\nhost = "x"\n'.encode("latin-1"))
+    with pytest.raises(ConfigurationError, match=r"latin\.toml: not UTF-8: "):
+        ServeConfig.load(path)
 
 
 @pytest.mark.parametrize(("given", "count"), [({}, 2), ({"judge_every_turns": 1}, 10), ({"judge_every_turns": 50}, 1)])

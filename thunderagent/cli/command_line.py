@@ -56,6 +56,8 @@ class _Parser(argparse.ArgumentParser):
         parsed, left_over = super().parse_known_args(args, namespace)
         if left_over:
             hint = nearest_hint(left_over[0].partition("=")[0], self._option_string_actions)
+            if not left_over[0].startswith("-") and "--url" in self._option_string_actions:
+                hint = f"; did you mean --url {left_over[0]}?"
             self.error(f"unrecognized arguments: {' '.join(left_over)}{hint}")
         return parsed, left_over
 

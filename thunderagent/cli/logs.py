@@ -8,6 +8,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from thunderagent.errors import EventLogError
+
 
 def add_replay(parser: argparse.ArgumentParser) -> None:
     """Add what `replay` takes."""
@@ -37,6 +39,8 @@ def run_replay(args: argparse.Namespace) -> int:
     try:
         with args.log.open("rb") as lines:
             report = replay(lines)
+    except EventLogError as error:
+        raise EventLogError(f"{args.log}: {error}") from error
     except OSError as error:
         print(f"thunderagent: error: cannot read {args.log}: {error.strerror}", file=sys.stderr)
         return 2
@@ -59,6 +63,8 @@ def run_record(args: argparse.Namespace) -> int:
             recording = record(read_events(lines))
         with args.out.open("xb") as out:
             out.writelines(recording.lines())
+    except EventLogError as error:
+        raise EventLogError(f"{args.log}: {error}") from error
     except OSError as error:
         print(f"thunderagent: error: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2

@@ -70,6 +70,8 @@ class ServeConfig(
         env_prefix=ENVIRONMENT_PREFIX, frozen=True, extra="forbid", hide_input_in_errors=True, defer_build=False
     )
     toml_file: ClassVar[Path | None] = None
+    given_names: ClassVar[frozenset[str]] = frozenset()
+    """Settings that the command line gave beside a file."""
 
     @classmethod
     def slices(cls) -> list[type[Slice]]:
@@ -146,7 +148,8 @@ class ServeConfig(
         """
         source: type[Self] = cls  # creating a class takes longer than all the rest
         if toml_file is not None:
-            source = type(cls.__name__, (cls,), {"toml_file": toml_file, "__module__": cls.__module__})
+            known = {"toml_file": toml_file, "given_names": frozenset(given), "__module__": cls.__module__}
+            source = type(cls.__name__, (cls,), known)
         try:
             if toml_file is not None and not toml_file.is_file():
                 raise ConfigurationError(f"there is no configuration file {toml_file}")
@@ -154,11 +157,22 @@ class ServeConfig(
         except ValidationError as error:
             faults = faults_of(error, whole="value", place_of=partial(_place_of, given, toml_file), known=_known_at)
             raise ConfigurationError("; ".join(faults)) from error
+        except UnicodeDecodeError as error:
+            raise ConfigurationError(f"{toml_file}: not UTF-8: {error}") from error
         except TOMLDecodeError as error:
-            raise ConfigurationError(f"{toml_file}: {error}") from error
+            raise ConfigurationError(f"{toml_file}: not TOML: {error}") from error
         except (OSError, SettingsError, ValueError) as error:
             raise ConfigurationError(str(error)) from error
         return loaded
+
+    def lines_of(self, *names: str) -> str:
+        """Return the file with the line of each of these settings that it has; empty if it has none of them."""
+        if self.toml_file is None:
+            return ""
+        text = self.toml_file.read_text(encoding="utf-8", errors="replace")
+        wanted = [name for name in names if name in self.model_fields_set and name not in self.given_names]
+        lines = [f"line {number}: {name}" for name in wanted if (number := _line_number(text, (name,)))]
+        return f"{self.toml_file}, {', '.join(lines)}" if lines else ""
 
 
 def _place_of(given: Mapping[str, Any], toml_file: Path | None, loc: tuple[int | str, ...]) -> str:

@@ -18,13 +18,12 @@ from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
 from thunderagent.leases import LeaseSource
 from thunderagent.picker.addresses import Addresses
-from thunderagent.policy_loader import load_policy
 from thunderagent.proxy.app import MADE_ANSWERS_COUNT
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
 from thunderagent.proxy.gate.held import HeldTurns
 from thunderagent.proxy.reading.identity import IdentityRules
 from thunderagent.scaling import begin_process, check_gateways, gateway
-from thunderagent.serving.building import build_runtime, policy_settings_of
+from thunderagent.serving.building import build_runtime, policy_of
 from thunderagent.serving.embedded import embedded_engines
 from thunderagent.serving.listening import CLOSE_S
 from thunderagent.serving.process import calm_garbage_collector
@@ -101,7 +100,7 @@ async def serve_picker(config: ServeConfig, options: Options, *, announcer: Anno
     stop = begin_process()
     async with _source(config) as source:
         calm_garbage_collector()
-        policy = load_policy(config.policy, policy_settings_of(config))
+        policy = policy_of(config)
         rules = IdentityRules(
             config.program_headers,
             user_names_program=config.user_names_program,

@@ -160,6 +160,8 @@ def _maker_of(numbered: Iterator[tuple[int, bytes]]) -> tuple[Callable[[], Sched
 
 def _read_header(numbered: Iterator[tuple[int, bytes]]) -> Any:
     number, line = next(numbered, (1, b""))
+    if not line:
+        raise EventLogError("it is empty: not an event log")
     try:
         header = msgspec.json.decode(line)
         if header["format"] != FORMAT:

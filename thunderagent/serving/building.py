@@ -11,8 +11,10 @@ import structlog
 from thunderagent.config import JUDGE_ON_REPLICAS, ServeConfig
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy, parse_setting
+from thunderagent.programs.model.policy import Policy
 from thunderagent.programs.model.records.limits import NO_PROGRAM_LIMITS, ProgramLimits
 from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.policies import PARTS
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.fleet.client import ClientSettings, ReplicaClient
 from thunderagent.proxy.gate.keys import Keyring
@@ -46,6 +48,16 @@ def policy_settings_of(config: ServeConfig) -> dict[str, Any]:
     return {**settings, **{kind: name for kind, name in parts.items() if name}}
 
 
+def policy_of(config: ServeConfig) -> Policy:
+    """Create the policy. Raises `ConfigurationError`, with the lines of a file that say which."""
+    try:
+        return load_policy(config.policy, policy_settings_of(config))
+    except ConfigurationError as error:
+        if lines := config.lines_of("policy", "policy_args", *PARTS):
+            raise ConfigurationError(f"{lines}: {error}") from error
+        raise
+
+
 def program_limits_of(config: ServeConfig) -> ProgramLimits | None:
     """Return what each program may use by these options; None if nothing is limited."""
     limits = ProgramLimits(
@@ -75,9 +87,9 @@ def build_runtime(config: ServeConfig) -> tuple[Runtime, EventLogWriter | None]:
     )
 
     def make_scheduler() -> Scheduler:
-        return Scheduler(load_policy(config.policy, policy_settings), settings)
+        return Scheduler(policy_of(config), settings)
 
-    policy = load_policy(config.policy, policy_settings)
+    policy = policy_of(config)
     if _holds_nobody(policy):
         for kind in ("order", "victims"):
             if kind in policy_settings:
@@ -104,7 +116,7 @@ def engine_hold_s_of(config: ServeConfig) -> float | None:
 
     They do under a policy that holds nobody: nothing would end what is held for programs that are over.
     """
-    if not config.engine_plugin or _holds_nobody(load_policy(config.policy, policy_settings_of(config))):
+    if not config.engine_plugin or _holds_nobody(policy_of(config)):
         return None
     return config.engine_hold_s or None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Annotated, Protocol, TypeVar
 
 from aiohttp import web
@@ -11,7 +12,7 @@ from multidict import CIMultiDictProxy
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from thunderagent.errors import BodyTimeoutError, BodyTooLargeError, ExpectationError, RequestError
-from thunderagent.faults import faults_of
+from thunderagent.faults import faults_of, fields_at
 from thunderagent.proxy.gate.held import KeptBody
 from thunderagent.proxy.reading.header_words import check_model, check_name
 
@@ -35,7 +36,7 @@ def read_model(model: type[Model], body: bytes) -> Model:
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
-        raise RequestError(faults_of(error)[0]) from error
+        raise RequestError(faults_of(error, known=partial(fields_at, model))[0]) from error
 
 
 def report_response(report: BaseModel, *, status: int = 200, without_unset: bool = False) -> web.Response:

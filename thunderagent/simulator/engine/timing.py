@@ -10,6 +10,8 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from thunderagent.faults import nearest_hint
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -110,7 +112,8 @@ def profile(name: str) -> TimingProfile:
     """Return the timing profile of that name; ValueError names those that exist."""
     profiles = load_profiles()
     if name not in profiles:
-        raise ValueError(f"unknown timing profile {name!r}; there are: {', '.join(sorted(profiles))}")
+        known = sorted(profiles)
+        raise ValueError(f"unknown timing profile {name!r}; there are: {', '.join(known)}{nearest_hint(name, known)}")
     return profiles[name]
 
 

@@ -16,6 +16,7 @@ from random import Random
 from statistics import NormalDist
 from typing import Any, Protocol
 
+from thunderagent.faults import nearest_hint
 from thunderagent.simulator.workloads.plans import ProgramPlan, TurnPlan
 
 Table = Mapping[str, Any]
@@ -311,7 +312,8 @@ def workload(name: str) -> AgentWorkload:
             first_prompt_tokens=Constant(tokens - shared_tokens),
             _arrivals_s={},
         )
-    raise ValueError(f"unknown workload {name!r}; there are: {', '.join(workload_names())}")
+    names = workload_names()
+    raise ValueError(f"unknown workload {name!r}; there are: {', '.join(names)}{nearest_hint(name, names)}")
 
 
 def _workload(name: str, table: Table) -> AgentWorkload:

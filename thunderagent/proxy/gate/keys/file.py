@@ -15,6 +15,7 @@ import json
 import os
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Annotated
@@ -23,7 +24,7 @@ import structlog
 from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from thunderagent.errors import ConfigurationError, KeyExistsError, NotFoundError
-from thunderagent.faults import faults_of
+from thunderagent.faults import faults_of, fields_at
 from thunderagent.proxy.gate.keys.keyring import NAME, Key, KeyLimits, Keyring, digest_of, mint_key
 
 log = structlog.get_logger("thunderagent.keys")
@@ -94,7 +95,8 @@ def read_keys(path: Path) -> list[KeyEntry]:
     try:
         return _Content.model_validate_json(path.read_bytes()).keys
     except ValidationError as error:
-        raise ConfigurationError(f"keys_file: {path}: {'; '.join(faults_of(error, whole='it'))}") from error
+        faults = faults_of(error, whole="it", known=partial(fields_at, _Content))
+        raise ConfigurationError(f"keys_file: {path}: {'; '.join(faults)}") from error
     except OSError as error:
         hint = f"; `thunderagent key NAME --keys-file {path}` makes it" if isinstance(error, FileNotFoundError) else ""
         raise ConfigurationError(f"keys_file: cannot read {path}: {error.strerror}{hint}") from error

@@ -79,6 +79,10 @@ def test_an_empty_file_lets_nobody_in(tmp_path: Path) -> None:
         ('{"keys": [{"name": "a", "sha256": "12"}]}', "keys.0.sha256"),
         ('{"keys": [{"name": "a", "sha256": "%s", "turns": 1}]}' % ("0" * 64), "keys.0.turns"),
         ('{"keys": [{"name": "a", "sha256": "%s", "turns_per_min": 0}]}' % ("0" * 64), "keys.0.turns_per_min"),
+        (
+            '{"keys": [{"name": "a", "sha256": "%s", "turn_per_min": 6}]}' % ("0" * 64),
+            "keys.0.turn_per_min: there is no such key; did you mean turns_per_min",
+        ),
         ('{"keys": [{"name": "a", "sha256": "%s", "turns_per_min": 1e-323}]}' % ("0" * 64), "keys.0.turns_per_min"),
         ('{"keys": [{"name": "a", "sha256": "%s", "tokens_per_min": Infinity}]}' % ("0" * 64), "keys.0.tokens_per_min"),
         ('{"keys": [{"name": "a", "sha256": "%s", "expires": "2027-01-01T00:00:00"}]}' % ("0" * 64), "timezone"),
