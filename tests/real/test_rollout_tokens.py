@@ -14,7 +14,7 @@ import random
 import re
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import httpx2
@@ -89,7 +89,7 @@ class Agent:
         self._text += f" {text}"
         self._ids += [int(each[1:]) for each in text.split()]
 
-    def _request(self, *, streams: bool) -> tuple[str, Json]:
+    def _request(self, request_id: str, *, streams: bool) -> tuple[str, Json]:
         count = self._rng.randrange(3, 10)
         sampling = {"temperature": 1.0, "ignore_eos": True, "min_tokens": count, "max_tokens": count}
         body: Json = {"model": MODEL_NAME, "stream": streams}
@@ -105,13 +105,14 @@ class Agent:
             return COMPLETIONS, {**body, **sampling, "prompt": self._ids, "return_token_ids": True}
         if self._api == "tokens":
             return TOKENS_PATH, {**body, "token_ids": self._ids, "sampling_params": sampling}
-        return RESPONSES, {**body, "input": self._messages, "max_output_tokens": count, "temperature": 1.0}
+        fields = {"max_output_tokens": count, "temperature": 1.0, "request_id": f"resp_{request_id}"}
+        return RESPONSES, {**body, **fields, "input": self._messages}
 
     async def _turn(self, how: str) -> bool:
         """Send one turn; return whether it had its answer."""
         streams = self._rng.random() < 0.5
-        path, body = self._request(streams=streams)
         request_id = f"r{len(self._asked):07}x"
+        path, body = self._request(request_id, streams=streams)
         asked = self._asked[request_id] = Asked(path, how)
         headers = {"X-Program-ID": self.program_id, "X-Request-Id": request_id, "X-Program-Group": "g"}
         sent = asyncio.create_task(self._answer(path, body, headers, streams=streams))
@@ -259,32 +260,27 @@ async def test_every_recorded_token_is_the_engines_own(vllm: None, run_proxy: Ru
         updates_count = await updates
         found = await all_ended(client, programs_count)
         sampled = {each["program_id"]: each["samples"] for each in await rollouts_of(client, "samples")}
-    own, seen, counts = own_tokens(tap), set[str](), Counter[str]()
+    kept = {"found": found, "sampled": sampled, "asked": {key: asdict(each) for key, each in asked.items()}}
+    (tmp_path / "rollouts.json").write_text(json.dumps(kept))  # beside tap.jsonl, for who looks into a failure
+    counts, lost = compare(found, sampled, asked, own_tokens(tap))
+    print(f"{len(asked)} turns sent, {updates_count} updates of weights")
+    for name, count in sorted(counts.items()):
+        print(f"{count:9,} {name}")
+    assert not lost
+
+
+def compare(
+    found: list[Json], sampled: dict[str, list[Json]], asked: dict[str, Asked], own: dict[str, dict[int, Own]]
+) -> tuple[Counter[str], set[str]]:
+    """Compare all recorded tokens with the engine's own; return what was compared, and what the engine got in vain."""
+    seen, counts = set[str](), Counter[str]()
     for each in found:
         assert each["granted_count"] == each["turns_count"], each["program_id"]
         trained: list[int] = []
         for turn, prompt in zip(each["turns"], whole_prompts(each["turns"]), strict=True):
-            request_id = turn["request_id"]
+            request_id = named(turn["request_id"])
             seen.add(request_id)
-            counts["turns"] += 1
-            counts[f"{turn['path']} {turn['link']}"] += 1
-            counts[f"outcome {turn['outcome']} {asked[request_id].how}"] += 1
-            if asked[request_id].had_answer:
-                assert turn["kept"]
-                assert turn["missing"] == ("no_logprobs" if turn["path"] == RESPONSES else ""), turn
-            if not turn["outputs"]:
-                assert not asked[request_id].had_answer
-                continue
-            its = own[request_id]
-            assert prompt == its[0].prompt, turn
-            for choice, output in enumerate(turn["outputs"]):
-                made = its[choice].tokens
-                is_whole = asked[request_id].had_answer
-                assert output["ids"] == (made if is_whole else made[: len(output["ids"])]), turn
-                counts["tokens compared"] += len(output["ids"])
-                if is_whole and turn["kept"]:
-                    trained += output["ids"]
-            counts["prompt tokens compared"] += len(prompt)
+            trained += check_turn(turn, prompt, asked[request_id], own.get(request_id, {}), counts)
         bearing = Counter(
             token
             for sample in sampled[each["program_id"]]
@@ -294,8 +290,35 @@ async def test_every_recorded_token_is_the_engines_own(vllm: None, run_proxy: Ru
         assert bearing == Counter(trained), each["program_id"]
         counts["programs"] += 1
         counts["programs to train on"] += not each["mask_sample"]
-    lost = {request_id for request_id in own if request_id not in seen}
-    print(f"{len(asked)} turns sent, {len(own)} requests in the engine, {updates_count} updates of weights; {lost=}")
-    for name, count in sorted(counts.items()):
-        print(f"{count:9,} {name}")
-    assert not lost
+    counts["requests in the engine"] = len(own)
+    return counts, own.keys() - seen
+
+
+def check_turn(turn: Json, prompt: list[int], asked: Asked, own: dict[int, Own], counts: Counter[str]) -> list[int]:
+    """Check one turn; return its tokens that may be trained on."""
+    counts["turns"] += 1
+    counts[f"{turn['path']} {turn['link']}"] += 1
+    counts[f"{turn['outcome']}, client {asked.how}"] += 1
+    if asked.had_answer:
+        assert turn["kept"], turn
+        assert turn["missing"] == ("no_logprobs" if turn["path"] == RESPONSES else ""), turn
+        assert turn["outputs"], turn
+    if not turn["outputs"]:
+        return []
+    assert prompt == own[0].prompt, turn
+    counts["prompt tokens compared"] += len(prompt)
+    trained: list[int] = []
+    for choice, output in enumerate(turn["outputs"]):
+        made = own[choice].tokens
+        assert output["ids"] == (made if asked.had_answer else made[: len(output["ids"])]), turn
+        counts["output tokens compared"] += len(output["ids"])
+        if turn["kept"] and output["finish"] != "abort":
+            trained += output["ids"]
+    return trained
+
+
+def named(request_id: str) -> str:
+    """Return the client's part of an id."""
+    found = REQUEST_ID.search(request_id)
+    assert found is not None, request_id
+    return found[0]

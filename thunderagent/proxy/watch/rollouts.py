@@ -109,9 +109,8 @@ class Rollouts:
         if entry.rollout.ended:
             ended, self._ended = self._ended, asyncio.Event()
             ended.set()
-            self._pack(entry)
             self._sweep()
-        elif entry.frames_bytes >= PACKED_FROM_BYTES:
+        if entry.frames_bytes >= PACKED_FROM_BYTES or (entry.rollout.ended and self._segments is not None):
             self._pack(entry)
 
     def _heard(self, event: Event, decisions: Sequence[Decision]) -> None:
@@ -148,7 +147,7 @@ class Rollouts:
 
     def _parcel(self, entry: Entry) -> _Parcel:
         writes = entry.rollout.ended and self._segments is not None and entry.stored is None
-        return _Parcel(entry, self.table.to_pack(entry), list(entry.blocks), writes)
+        return _Parcel(entry, self.table.to_pack(entry, writes=writes), list(entry.blocks), writes)
 
     def _work(self, loop: asyncio.AbstractEventLoop, parcels: list[_Parcel]) -> None:
         done = [self._packed(each) for each in parcels]
