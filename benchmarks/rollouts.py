@@ -14,6 +14,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import sys
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
@@ -46,7 +47,9 @@ ARMS: dict[str, tuple[str, ...]] = {
     "off": (),
     "ids": ("--rollouts", "ids"),
     "logprobs": ("--rollouts", "logprobs"),
+    "disk": ("--rollouts", "logprobs", "--rollout-dir", "DIR"),
 }
+"""Options of each; DIR is a new folder."""
 
 
 def compact(value: object) -> bytes:
@@ -200,7 +203,8 @@ def requests_of(turns: list[Turn], port: int, run: int, *, stream: bool) -> Call
 async def measure(args: argparse.Namespace) -> Json:
     """Measure each arm in turn."""
     turns, logs = conversation(), Path(args.logs)
-    logs.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(logs, ignore_errors=True)
+    logs.mkdir(parents=True)
     body_bytes = sum(len(compact({"messages": turn.messages})) for turn in turns) / len(turns)
     runs: dict[str, list[dict[str, float]]] = {}
     async with token_engine(turns) as engine_port, AsyncExitStack() as stack:
@@ -208,9 +212,10 @@ async def measure(args: argparse.Namespace) -> Json:
         for name, options in (*ARMS.items(), ("off again", ())):
             port = free_port()
             serve = ["serve", "--backends", f"http://127.0.0.1:{engine_port}", "--backend-type", "vllm"]
+            words = [str(logs.resolve() / "disk") if each == "DIR" else each for each in options]
             command = [sys.executable, "-m", "thunderagent", *serve, "--log-format", "json", "--port", str(port)]
             log = logs / f"{name.replace(' ', '-')}.log"
-            process = await stack.enter_async_context(target([*command, *options], port, 0, log))
+            process = await stack.enter_async_context(target([*command, *words], port, 0, log))
             started[name] = (port, process.pid)
         for number in range(args.rounds):
             for load in ("whole", "stream"):
@@ -222,11 +227,13 @@ async def measure(args: argparse.Namespace) -> Json:
                     figures["cpu_us"] = (cpu_s(pid) - began_s) / counted.count * 1e6
                     runs.setdefault(f"{name} {load}", []).append(figures)
                     print(f"{name:9} {load:6} " + "  ".join(f"{key} {value:,.2f}" for key, value in figures.items()))
-        recorded = {name: await recorded_count(started[name][0]) for name in ("ids", "logprobs")}
+        recorded = {name: await recorded_count(started[name][0]) for name in ("ids", "logprobs", "disk")}
+        disk_bytes = sum(path.stat().st_size for path in (logs / "disk").iterdir())
     return {
         "body_bytes": body_bytes,
         "build": build_kind(),
         "recorded": recorded,
+        "disk_bytes": disk_bytes,
         "runs": runs,
         "summary": summary(runs),
     }
@@ -250,7 +257,7 @@ def summary(runs: dict[str, list[dict[str, float]]]) -> dict[str, float]:
         off = runs[f"off {load}"]
         found[f"off_{load}_requests_per_s"] = median(run["requests_per_s"] for run in off)
         found[f"off_{load}_cpu_us"] = median(run["cpu_us"] for run in off)
-        for name in ("off again", "ids", "logprobs"):
+        for name in ("off again", "ids", "logprobs", "disk"):
             pairs = list(zip(runs[f"{name} {load}"], off, strict=True))
             title = f"{name.replace(' ', '_')}_{load}"
             found |= of_ratios(f"{title}_ratio", [on["requests_per_s"] / its["requests_per_s"] for on, its in pairs])

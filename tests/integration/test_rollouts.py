@@ -267,6 +267,42 @@ async def test_rollouts_survive_a_restart_on_disk(tmp_path: Path) -> None:
             assert before["turns"][0]["outputs"][0]["ids"] == [100, 101]
 
 
+async def test_program_that_is_released_with_a_turn_under_way_keeps_it() -> None:
+    """Its rollout ends with that turn, whole."""
+    engine, gate = TokenEngine(), asyncio.Event()
+
+    async def waits(call: Call) -> None:
+        await gate.wait()
+        await engine(call)
+
+    async with fake_replica(waits) as replica, running_proxy(replica.url, **RECORDS) as proxy:
+        turn = asyncio.create_task(chat(proxy.url, "a", [said("w1")]))
+        await replica.call()
+        await post(proxy.url, "/programs/release", {"program_id": "a", "outcome": "success"})
+        assert not (await rollout(proxy.url, "a"))["ended"]
+        gate.set()
+        assert (await turn).status == 200
+        found = await rollout(proxy.url, "a", "?wait_s=30")
+        assert (found["ended"], found["outcome"], found["complete"]) == (True, "success", True)
+        assert found["turns"][0]["outputs"][0]["ids"] == [100, 101]
+        assert (await rollout(proxy.url, "a", "?view=samples"))["samples"]
+
+
+async def test_api_without_tokens_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
+    """In the log, so that nobody finds hours of empty rollouts."""
+    answer = answers({"type": "message", "content": [], "usage": {"input_tokens": 1, "output_tokens": 1}})
+    async with fake_replica(answer) as replica, running_proxy(replica.url, **RECORDS) as proxy:
+        for _ in range(3):
+            await post(proxy.url, "/v1/messages", {"messages": [said("w1")]}, ("X-Program-ID", "a"))
+        found = await rollout(proxy.url, "a")
+        assert [turn["missing"] for turn in found["turns"]] == ["not_askable"] * 3
+        assert (found["complete"], found["mask_sample"]) == (False, True)
+        assert await metric(proxy.url, "rollout_incomplete_turns_total") == 3
+    said_lines = [line for line in "".join(capfd.readouterr()).splitlines() if "rollout_incomplete" in line]
+    assert len(said_lines) == 1
+    assert "/v1/messages" in said_lines[0]
+
+
 async def test_client_that_leaves_a_stream_leaves_a_record() -> None:
     """With the tokens that came, and no loss on them."""
     first = event({"choices": [{"index": 0, "delta": {"content": ""}, "logprobs": None}], "prompt_token_ids": [1, 2]})

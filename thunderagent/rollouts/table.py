@@ -1,7 +1,7 @@
 """The rollouts of all programs, within bounds.
 
 A live program's are in memory: its records, packed once there are many, and the tokens of its chains. An ended one is
-packed, and on disk if there is a folder. What is ended goes first when memory is short: what was read, then the oldest.
+on disk, packed, if there is a folder. What is ended goes first when memory is short: what was read, then the oldest.
 If that is not enough, turns are recorded without their tokens, and their programs are incomplete: a rollout is never
 silently shorter.
 
@@ -26,7 +26,7 @@ from thunderagent.rollouts.segments import Stored
 from thunderagent.rollouts.tokens import UNREADABLE, in_planes, packed_text
 
 PACKED_FROM_BYTES: Final = 128 * 1024
-"""So many bytes of records are packed while their program lives."""
+"""So many bytes of a program's records are packed, unless they go to disk: there all are."""
 
 ENTRY_BYTES: Final = 2048
 """What an entry without turns is taken to need."""
@@ -307,10 +307,9 @@ class Table:
 
     # --- packing, by whoever has time
 
-    def to_pack(self, entry: Entry) -> list[bytes]:
-        """Return records to pack, if there are enough or their program has ended."""
-        wants = entry.rollout.ended or entry.frames_bytes >= PACKED_FROM_BYTES
-        return entry.frames[:] if wants else []
+    def to_pack(self, entry: Entry, *, writes: bool) -> list[bytes]:
+        """Return records to pack: if there are enough, or if their rollout is to be written."""
+        return entry.frames[:] if writes or entry.frames_bytes >= PACKED_FROM_BYTES else []
 
     def packed(self, entry: Entry, count: int, block: bytes) -> None:
         """Replace the first `count` unpacked records by a block."""

@@ -420,7 +420,8 @@ def test_packed_records_replace_frames() -> None:
     add(to, [1], [2])
     entry = to.find("a")
     assert entry is not None
-    assert to.to_pack(entry) == []
+    assert to.to_pack(entry, writes=False) == []
+    assert to.to_pack(entry, writes=True) == entry.frames
     add(to, [1, 2, 3], [4])
     to.packed(entry, 1, block_of(entry.frames[:1]))
     assert [turn.seq for turn in turns_of(entry)] == [0, 1]

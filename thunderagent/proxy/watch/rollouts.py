@@ -28,6 +28,9 @@ from thunderagent.rollouts.table import PACKED_FROM_BYTES, Answered, Entry, Tabl
 
 log = structlog.get_logger("thunderagent.rollouts")
 
+MAX_WARNINGS_COUNT = 1000
+"""Replicas and APIs of which a warning is logged."""
+
 
 @dataclass(frozen=True, slots=True)
 class RolloutSettings:
@@ -69,6 +72,7 @@ class Rollouts:
         self._wanted: dict[int, Entry] = {}
         """Rollouts to pack, once the thread has done what it does."""
         self._works = False
+        self._warned: set[tuple[str, str, str]] = set()
         self._swept_count = 0
         self._ended = asyncio.Event()
         self._segments: Segments | None = None
@@ -84,7 +88,16 @@ class Rollouts:
     def record(self, entry: Entry, turn: Turn, answered: Answered, *, has_answers: bool | None) -> None:
         """Add a turn that has ended; it may have been the last one of a program that has ended."""
         self.table.record(entry, turn, answered, has_answers=has_answers)
+        if turn.missing and turn.kept:
+            self._warn(turn)
         self._looked_at(entry)
+
+    def _warn(self, turn: Turn) -> None:
+        """Say once of each replica and API that what clients get there cannot be trained on."""
+        what = (turn.replica_id, turn.path, turn.missing)
+        if what not in self._warned and len(self._warned) < MAX_WARNINGS_COUNT:
+            self._warned.add(what)
+            log.warning("rollout_incomplete", replica_id=turn.replica_id, path=turn.path, missing=turn.missing)
 
     def lost(self, entry: Entry) -> None:
         """Note that a turn which an engine got cannot be recorded."""
@@ -96,9 +109,8 @@ class Rollouts:
         if entry.rollout.ended:
             ended, self._ended = self._ended, asyncio.Event()
             ended.set()
-            self._pack(entry)
             self._sweep()
-        elif entry.frames_bytes >= PACKED_FROM_BYTES:
+        if entry.frames_bytes >= PACKED_FROM_BYTES or (entry.rollout.ended and self._segments is not None):
             self._pack(entry)
 
     def _heard(self, event: Event, decisions: Sequence[Decision]) -> None:
@@ -135,7 +147,7 @@ class Rollouts:
 
     def _parcel(self, entry: Entry) -> _Parcel:
         writes = entry.rollout.ended and self._segments is not None and entry.stored is None
-        return _Parcel(entry, self.table.to_pack(entry), list(entry.blocks), writes)
+        return _Parcel(entry, self.table.to_pack(entry, writes=writes), list(entry.blocks), writes)
 
     def _work(self, loop: asyncio.AbstractEventLoop, parcels: list[_Parcel]) -> None:
         done = [self._packed(each) for each in parcels]

@@ -1,0 +1,324 @@
+"""Every recorded token is the engine's own, whatever agents do: what a real vLLM's core got and made is written down.
+
+Programs use all APIs that are recorded, streamed and whole, some with tools, several choices, or log probabilities of
+their own. Clients leave in mid-turn, single turns are aborted, and weights are updated meanwhile. ROLLOUT_TURNS says
+how many turns there are; 20 of each program. `scripts/nightly tests` runs 10,000.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+from collections import Counter
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+import pytest
+
+from benchmarks.engine_kinds import MODEL_NAME
+from benchmarks.real_engine import RealEngine, RealEngineConfig
+from tests.loopback import free_ports
+from tests.real import token_tap
+from tests.real.conftest import HIDDEN_SIZE, LAYERS, MAX_MODEL_LEN
+from tests.real.support import CHAT, COMPLETIONS, words
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.real.conftest import RunProxy
+
+Json = dict[str, Any]
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session")]
+
+TOKENS_PATH, RESPONSES = "/inference/v1/generate", "/v1/responses"
+TURNS_EACH_COUNT = 20
+AT_A_TIME_COUNT = 12
+REQUEST_ID = re.compile(r"r\d{7}x")
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+@dataclass
+class Asked:
+    """A turn as its client knows it."""
+
+    path: str
+    how: str
+    had_answer: bool = False
+
+
+@dataclass
+class Own:
+    """A choice of a request as the engine's core knows it."""
+
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+
+
+class Agent:
+    """One program: a conversation in one API."""
+
+    def __init__(self, client: httpx2.AsyncClient, number: int, asked: dict[str, Asked]) -> None:
+        """Draw what it does by its number."""
+        self._client = client
+        self._asked = asked
+        self._rng = random.Random(number)
+        self.program_id = f"p{number}"
+        self._number = number
+        self._api = ("chat", "tools", "completions", "ids", "tokens", "responses")[number % 6]
+        self._messages: list[Json] = []
+        self._text = ""
+        self._ids = [50 + number % 1000]
+
+    async def run(self, turns_count: int) -> None:
+        """Do its turns, and release."""
+        for number in range(turns_count):
+            self._extend(words(self._rng.randrange(4, 12), seed=1000 * self._number + number))
+            for _ in range(3):
+                if await self._turn(self._rng.choices(("well", "leaves", "aborted"), (90, 5, 5))[0]):
+                    break
+        await self._client.post("/programs/release", json={"program_id": self.program_id})
+
+    def _extend(self, text: str) -> None:
+        self._messages.append({"role": "user", "content": text})
+        self._text += f" {text}"
+        self._ids += [int(each[1:]) for each in text.split()]
+
+    def _request(self, request_id: str, *, streams: bool) -> tuple[str, Json]:
+        count = self._rng.randrange(3, 10)
+        sampling = {"temperature": 1.0, "ignore_eos": True, "min_tokens": count, "max_tokens": count}
+        body: Json = {"model": MODEL_NAME, "stream": streams}
+        if self._api in ("chat", "tools"):
+            body |= {**sampling, "messages": self._messages}
+            body |= {"tools": [TOOL], "tool_choice": "none"} if self._api == "tools" else {}
+            body |= {"n": 2} if self._rng.random() < 0.05 else {}
+            body |= {"logprobs": True} if self._rng.random() < 0.1 else {}
+            return CHAT, body
+        if self._api == "completions":
+            return COMPLETIONS, {**body, **sampling, "prompt": self._text}
+        if self._api == "ids":
+            return COMPLETIONS, {**body, **sampling, "prompt": self._ids, "return_token_ids": True}
+        if self._api == "tokens":
+            return TOKENS_PATH, {**body, "token_ids": self._ids, "sampling_params": sampling}
+        fields = {"max_output_tokens": count, "temperature": 1.0, "request_id": f"resp_{request_id}"}
+        return RESPONSES, {**body, **fields, "input": self._messages}
+
+    async def _turn(self, how: str) -> bool:
+        """Send one turn; return whether it had its answer."""
+        streams = self._rng.random() < 0.5
+        request_id = f"r{len(self._asked):07}x"
+        path, body = self._request(request_id, streams=streams)
+        asked = self._asked[request_id] = Asked(path, how)
+        headers = {"X-Program-ID": self.program_id, "X-Request-Id": request_id, "X-Program-Group": "g"}
+        sent = asyncio.create_task(self._answer(path, body, headers, streams=streams))
+        if how != "well":
+            await asyncio.sleep(self._rng.random() * 0.3)
+        if how == "leaves":
+            sent.cancel()
+        elif how == "aborted":
+            await self._client.post("/abort_requests", json={"request_ids": [request_id]})
+        try:
+            answered = await sent
+        except (asyncio.CancelledError, httpx2.HTTPError):
+            return False
+        asked.had_answer = answered
+        return answered
+
+    async def _answer(self, path: str, body: Json, headers: dict[str, str], *, streams: bool) -> bool:
+        """Read an answer, and take it into the history unless it was cut."""
+        answer = await self._client.post(path, json=body, headers=headers)
+        if answer.status_code != 200:
+            return False
+        if streams:
+            lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+            parts = [json.loads(line) for line in lines]
+        else:
+            parts = [answer.json()]
+        text, ids, finish = "", list[int](), ""
+        for part in parts:
+            if path == RESPONSES:
+                found = part.get("response", part)
+                finish = found.get("status") or finish
+                texts = [each.get("text", "") for out in found.get("output") or () for each in out.get("content") or ()]
+                text = "".join(texts) or text
+                continue
+            for choice in part.get("choices") or ():
+                if choice.get("index"):
+                    continue
+                said = choice.get("delta") or choice.get("message") or {}
+                text += said.get("content") or choice.get("text") or ""
+                ids += choice.get("token_ids") or ()
+                finish = choice.get("finish_reason") or finish
+        if finish not in ("length", "stop", "completed", "incomplete"):
+            return False
+        self._messages.append({"role": "assistant", "content": text})
+        self._text += text
+        self._ids += ids
+        return True
+
+
+def own_tokens(tap: Path) -> dict[str, dict[int, Own]]:
+    """Return what the engine's core got and made, by request and choice."""
+    by_id: dict[str, Own] = {}
+    found: dict[str, dict[int, Own]] = {}
+    for line in tap.read_text().splitlines():
+        said = json.loads(line)
+        if "prompt" in said:
+            by_id[said["id"]] = own = Own(said["prompt"])
+            if (request_id := REQUEST_ID.search(said["id"])) is not None:
+                found.setdefault(request_id[0], {})[said["index"]] = own
+        elif said["id"] in by_id:
+            by_id[said["id"]].tokens += said["tokens"]
+    return found
+
+
+def whole_prompts(turns: list[Json]) -> list[list[int]]:
+    """Return the prompt of each turn of a rollout, rebuilt from what it shares with earlier ones."""
+    ends: dict[tuple[int, int], list[int]] = {}
+    prompts = []
+    for turn in turns:
+        before = ends.get((turn["parent"], turn["parent_choice"]), [])
+        prompts.append(prompt := before[: turn["shared_tokens"]] + turn["prompt_new_ids"])
+        ends[turn["seq"], 0] = prompt
+        for choice, output in enumerate(turn["outputs"]):
+            ends[turn["seq"], choice] = prompt + output["ids"]
+    return prompts
+
+
+async def rollouts_of(client: httpx2.AsyncClient, view: str) -> list[Json]:
+    """Return all ended rollouts."""
+    found: list[Json] = []
+    while True:
+        after = found[-1]["seq"] if found else 0
+        answer = await client.get("/rollouts", params={"view": view, "after": after})
+        if not (lines := answer.text.splitlines()):
+            return found
+        found += [json.loads(line) for line in lines]
+
+
+async def all_ended(client: httpx2.AsyncClient, programs_count: int) -> list[Json]:
+    """Return the rollouts, with their turns, once all programs have ended."""
+    async with asyncio.timeout(120):
+        while len(found := await rollouts_of(client, "turns")) < programs_count:
+            await asyncio.sleep(0.2)
+    return found
+
+
+async def update_weights(client: httpx2.AsyncClient, until: asyncio.Event) -> int:
+    """Pause, name new weights, and go on, now and then; turns in flight are kept. Return how often."""
+    count = 0
+    while not until.is_set():
+        with suppress(TimeoutError):
+            await asyncio.wait_for(until.wait(), 3)
+        await client.post("/pause?mode=keep&clear_cache=false")
+        count += 1
+        await client.post("/weight_sync/begin")
+        await client.post("/resume")
+        await client.post("/weight_sync/end", json={"weight_version": str(count), "cache_cleared": False})
+    return count
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(7200, func_only=True)
+async def test_every_recorded_token_is_the_engines_own(vllm: None, run_proxy: RunProxy, tmp_path: Path) -> None:
+    """No difference, none lost, and what must not be trained on is in no sample."""
+    turns_count = int(os.environ.get("ROLLOUT_TURNS", "10000"))
+    programs_count = max(6, turns_count // TURNS_EACH_COUNT)
+    (plugin := tmp_path / "plugin").mkdir()
+    token_tap.install(plugin)
+    tap = tmp_path / "tap.jsonl"
+    config = RealEngineConfig(
+        hidden_size=HIDDEN_SIZE,
+        layers=LAYERS,
+        max_model_len=MAX_MODEL_LEN,
+        port=free_ports(1)[0],
+        core=None,
+        extra_args=("--max-num-seqs", "16", "--enable-scale-out"),
+        extra_variables=(("PYTHONPATH", str(plugin)), ("TOKEN_TAP", str(tap))),
+    )
+    asked: dict[str, Asked] = {}
+    async with (
+        RealEngine(config) as engine,
+        run_proxy((engine,), "--rollouts", "logprobs") as proxy,
+        httpx2.AsyncClient(base_url=proxy.url, timeout=600, limits=httpx2.Limits(max_connections=None)) as client,
+    ):
+        agents = [Agent(client, number, asked) for number in range(programs_count)]
+        waiting, over = iter(agents), asyncio.Event()
+        updates = asyncio.create_task(update_weights(client, over))
+
+        async def work() -> None:
+            for agent in waiting:
+                await agent.run(turns_count // programs_count)
+
+        await asyncio.gather(*(work() for _ in range(AT_A_TIME_COUNT)))
+        over.set()
+        updates_count = await updates
+        found = await all_ended(client, programs_count)
+        sampled = {each["program_id"]: each["samples"] for each in await rollouts_of(client, "samples")}
+    kept = {"found": found, "sampled": sampled, "asked": {key: asdict(each) for key, each in asked.items()}}
+    (tmp_path / "rollouts.json").write_text(json.dumps(kept))  # beside tap.jsonl, for who looks into a failure
+    counts, lost = compare(found, sampled, asked, own_tokens(tap))
+    print(f"{len(asked)} turns sent, {updates_count} updates of weights")
+    for name, count in sorted(counts.items()):
+        print(f"{count:9,} {name}")
+    assert not lost
+
+
+def compare(
+    found: list[Json], sampled: dict[str, list[Json]], asked: dict[str, Asked], own: dict[str, dict[int, Own]]
+) -> tuple[Counter[str], set[str]]:
+    """Compare all recorded tokens with the engine's own; return what was compared, and what the engine got in vain."""
+    seen, counts = set[str](), Counter[str]()
+    for each in found:
+        assert each["granted_count"] == each["turns_count"], each["program_id"]
+        trained: list[int] = []
+        for turn, prompt in zip(each["turns"], whole_prompts(each["turns"]), strict=True):
+            request_id = named(turn["request_id"])
+            seen.add(request_id)
+            trained += check_turn(turn, prompt, asked[request_id], own.get(request_id, {}), counts)
+        bearing = Counter(
+            token
+            for sample in sampled[each["program_id"]]
+            for token, mask in zip(sample["ids"], sample["mask"], strict=True)
+            if mask
+        )
+        assert bearing == Counter(trained), each["program_id"]
+        counts["programs"] += 1
+        counts["programs to train on"] += not each["mask_sample"]
+    counts["requests in the engine"] = len(own)
+    return counts, own.keys() - seen
+
+
+def check_turn(turn: Json, prompt: list[int], asked: Asked, own: dict[int, Own], counts: Counter[str]) -> list[int]:
+    """Check one turn; return its tokens that may be trained on."""
+    counts["turns"] += 1
+    counts[f"{turn['path']} {turn['link']}"] += 1
+    counts[f"{turn['outcome']}, client {asked.how}"] += 1
+    if asked.had_answer:
+        assert turn["kept"], turn
+        assert turn["missing"] == ("no_logprobs" if turn["path"] == RESPONSES else ""), turn
+        assert turn["outputs"], turn
+    if not turn["outputs"]:
+        return []
+    assert prompt == own[0].prompt, turn
+    counts["prompt tokens compared"] += len(prompt)
+    trained: list[int] = []
+    for choice, output in enumerate(turn["outputs"]):
+        made = own[choice].tokens
+        assert output["ids"] == (made if asked.had_answer else made[: len(output["ids"])]), turn
+        counts["output tokens compared"] += len(output["ids"])
+        if turn["kept"] and output["finish"] != "abort":
+            trained += output["ids"]
+    return trained
+
+
+def named(request_id: str) -> str:
+    """Return the client's part of an id."""
+    found = REQUEST_ID.search(request_id)
+    assert found is not None, request_id
+    return found[0]
