@@ -152,6 +152,8 @@ async def run_arm(arm: str, policy: str, options: argparse.Namespace, engine: Do
         async with front.running() as url:
             command = ["serve", "--port", "0", "--backends", url, "--config", str(config), "--docker-url", engine.url]
             command += [] if policy == "default" else ["--policy", policy]
+            if options.admitted:
+                command += ["--admission", "window", "--policy-arg", f"admission.n={options.admitted}"]
             async with thunderagent(*command, log_path=log_path) as proxy:
                 plan = {
                     "name": f"{arm}-{policy}",
@@ -325,6 +327,9 @@ async def main() -> None:
     parser.add_argument("--agents", type=int, default=24, help="agents in all")
     parser.add_argument("--at-once", type=int, default=24, help="agents that are open at a time")
     parser.add_argument("--sandboxes", type=int, default=5, help="sandbox_max_count of the proxy")
+    parser.add_argument(
+        "--admitted", type=int, default=3, help="programs that may run at a time, the others wait; 0: as many as fit"
+    )
     parser.add_argument("--arms", default="own-left,prepared,reused,killed", help=f"of {', '.join(ARMS)}")
     parser.add_argument("--policies", default="default", help="policies of the proxy; default is its own")
     parser.add_argument("--engine-url", default="", help="a running engine; by default a simulated one is started")
