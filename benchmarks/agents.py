@@ -342,7 +342,8 @@ async def main() -> None:
     if unknown := set(options.arms.split(",")) - set(ARMS):
         parser.error(f"unknown arms: {', '.join(unknown)}")
     ensure_docker()
-    results = []
+    settings = {k: v for k, v in vars(options).items() if k not in ("logs", "name")}
+    results: list[Json] = []
     with DockerEngine(disk_bytes=6 * 1024**3) as docker:
         make_python_image(docker)
         async with engine_at(options) as engine_url:
@@ -352,9 +353,9 @@ async def main() -> None:
                     print(
                         json.dumps({k: v for k, v in results[-1].items() if k != "disk"}), file=sys.stderr, flush=True
                     )
+                    saved = save_results(options.name, {"settings": settings, "results": results})
     show(results)
-    settings = {k: v for k, v in vars(options).items() if k not in ("logs", "name")}
-    print(save_results(options.name, {"settings": settings, "results": results}))
+    print(saved)
 
 
 if __name__ == "__main__":
