@@ -152,6 +152,8 @@ async def run_arm(arm: str, policy: str, options: argparse.Namespace, engine: Do
         async with front.running() as url:
             command = ["serve", "--port", "0", "--backends", url, "--config", str(config), "--docker-url", engine.url]
             command += [] if policy == "default" else ["--policy", policy]
+            if options.admitted:
+                command += ["--admission", "window", "--policy-arg", f"admission.n={options.admitted}"]
             async with thunderagent(*command, log_path=log_path) as proxy:
                 plan = {
                     "name": f"{arm}-{policy}",
@@ -325,6 +327,9 @@ async def main() -> None:
     parser.add_argument("--agents", type=int, default=24, help="agents in all")
     parser.add_argument("--at-once", type=int, default=24, help="agents that are open at a time")
     parser.add_argument("--sandboxes", type=int, default=5, help="sandbox_max_count of the proxy")
+    parser.add_argument(
+        "--admitted", type=int, default=3, help="programs that may run at a time, the others wait; 0: as many as fit"
+    )
     parser.add_argument("--arms", default="own-left,prepared,reused,killed", help=f"of {', '.join(ARMS)}")
     parser.add_argument("--policies", default="default", help="policies of the proxy; default is its own")
     parser.add_argument("--engine-url", default="", help="a running engine; by default a simulated one is started")
@@ -337,7 +342,8 @@ async def main() -> None:
     if unknown := set(options.arms.split(",")) - set(ARMS):
         parser.error(f"unknown arms: {', '.join(unknown)}")
     ensure_docker()
-    results = []
+    settings = {k: v for k, v in vars(options).items() if k not in ("logs", "name")}
+    results: list[Json] = []
     with DockerEngine(disk_bytes=6 * 1024**3) as docker:
         make_python_image(docker)
         async with engine_at(options) as engine_url:
@@ -347,9 +353,9 @@ async def main() -> None:
                     print(
                         json.dumps({k: v for k, v in results[-1].items() if k != "disk"}), file=sys.stderr, flush=True
                     )
+                    saved = save_results(options.name, {"settings": settings, "results": results})
     show(results)
-    settings = {k: v for k, v in vars(options).items() if k not in ("logs", "name")}
-    print(save_results(options.name, {"settings": settings, "results": results}))
+    print(saved)
 
 
 if __name__ == "__main__":
