@@ -134,9 +134,10 @@ def front_of(
             return Way(target.plainly()) if wants_one and may_be_told else None
         if is_turn(target, "POST"):
             return Way(target.plainly(), stays=True)
-        if is_of_one_replica(target) and (found := turn_on(target, "POST", replicas)) is not None:
-            return Way(found[1], found[0], is_operators=True)
-        return None
+        if not is_of_one_replica(target):
+            return Way(target, stays=True, is_ours=False)
+        found = turn_on(target, "POST", replicas)
+        return Way(found[1], found[0], is_operators=True) if found is not None else None
 
     def let_in_by_port(asked: Asked, for_admin: bool) -> Awaitable[KeptBody | None] | None:
         if for_admin and admin_port is not None:

@@ -239,7 +239,8 @@ class Forwarding:
             record.probe = probe = await breakers.admit(replica_id, is_bound=is_bound)
         state = self._replicas.map.states.get(replica_id)
         record.incarnation = 0 if state is None else state.incarnation
-        upstream, record.first_error, record.had_head, record.is_judged = None, None, False, False
+        upstream, record.error, record.first_error = None, None, None
+        record.had_head = record.is_judged = False
         try:
             upstream = await self._client.send(
                 replica_id,

@@ -59,6 +59,8 @@ class Way(NamedTuple):
     """Whether it is for operators and trainers."""
     stays: bool = False
     """Whether every POST for the same target is answered this way."""
+    is_ours: bool = True
+    """Whether our server answers it; otherwise another protocol does, to which the connection is lent."""
 
 
 KNOWN_COUNT: Final = 4096
@@ -80,9 +82,9 @@ class Front:
     ) -> None:
         """Answer what `let_in` accepts by `answer`, or by `converse` if it asks for a websocket.
 
-        `way_of` says how, or that a request is not ours. `let_in` is told whether a request is for operators; if that
-        must wait, it returns an awaitable of the counter of its body. `decorate` adds to the heads of all answers, and
-        `around` wraps both answering functions.
+        `way_of` says how, or that a request is not ours, now or ever. `let_in` is told whether a request is for
+        operators; if that must wait, it returns an awaitable of the counter of its body. `decorate` adds to the heads
+        of all answers, and `around` wraps both answering functions.
         """
         self._way_of = way_of
         self._let_in = let_in
@@ -91,16 +93,16 @@ class Front:
         self._more = decorate
         self._tracing = tracing
         self._around = around
-        self._known: dict[bytes, Handler] = {}
-        """Handlers by raw target."""
+        self._known: dict[bytes, Handler | None] = {}
+        """Handlers of POSTs by raw target; None for those that are not ours."""
 
     def handler_of(self, head: RequestHead) -> Handler | None:
         """Return the handler of a turn; None for everything else, including a refused target.
 
         A turn is a POST, or asks for a websocket and then has nothing after its head.
         """
-        if (known := self._known.get(head.target)) is not None and head.method == "POST" and not head.upgrades:
-            return known
+        if head.target in self._known and head.method == "POST" and not head.upgrades:
+            return self._known[head.target]
         if head.method != "POST" if not head.upgrades else head.method != "GET" or head.length:
             return None
         try:
@@ -110,10 +112,11 @@ class Front:
             return None
         if way is None:
             return None
-        answer = self._answer if self._tracing is None else partial(self._traced, self._tracing)
-        handler: Handler = partial(answer, self._converse if head.upgrades else self._flow, way)
-        if self._around is not None:
-            handler = self._around(handler)
+        handler: Handler | None = None
+        if way.is_ours:
+            answer = self._answer if self._tracing is None else partial(self._traced, self._tracing)
+            ours: Handler = partial(answer, self._converse if head.upgrades else self._flow, way)
+            handler = ours if self._around is None else self._around(ours)
         if way.stays and head.target[:1] == b"/" and len(head.target) <= CACHED_BYTES:
             if len(self._known) >= KNOWN_COUNT:
                 self._known.clear()

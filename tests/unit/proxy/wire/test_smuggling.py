@@ -514,7 +514,7 @@ async def nothing(*_: Any) -> None: ...
 
 def new_front() -> Front:
     """Return what says which requests are turns, and remembers their targets."""
-    parts: Any = SimpleNamespace(answer=nothing, origins=None, known={})
+    parts: Any = SimpleNamespace(answer=nothing, let_in=nothing, origins=None, known={})
     return front_of(parts, parts, parts, None, parts, None, simulated=False, access_log=False)
 
 
