@@ -63,6 +63,7 @@ class Sandbox(TypedDict):
     stage: str
     program_ids: list[str]
     given: bool
+    suspended: bool
     handle: str | None
     address: str | None
     ports: dict[str, list[Any]]
@@ -381,7 +382,7 @@ def _usable(
     if sandbox_id is not None and not wanted:
         raise SandboxFailedError(f"program {program.program_id!r} has no sandbox {sandbox_id!r} (any more)")
     for sandbox in wanted:
-        if sandbox["stage"] in {"ready", "in_use"}:
+        if sandbox["stage"] in {"ready", "in_use"} and not sandbox.get("suspended"):  # an older proxy does not say
             return sandbox
     if wanted and all(sandbox["stage"] == "failed" for sandbox in wanted):
         raise SandboxFailedError(f"program {program.program_id!r}: {'; '.join(str(each['why']) for each in wanted)}")

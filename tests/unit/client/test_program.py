@@ -446,6 +446,12 @@ def test_the_first_usable_sandbox_is_waited_for(proxy: FakeProxy) -> None:
     assert {request[:2] for request in proxy.requests} == {("GET", PATH)}
 
 
+def test_a_sandbox_that_stands_still_is_waited_for(proxy: FakeProxy) -> None:
+    still = {**sandbox("in_use"), "suspended": True}
+    proxy.answer(PATH, (200, {"sandboxes": [still]}), (200, {"sandboxes": [{**still, "suspended": False}]}))
+    assert not program("a/b", proxy=proxy.url).wait_for_sandbox()["suspended"]
+
+
 async def test_a_sandbox_of_a_template_is_waited_for(proxy: FakeProxy) -> None:
     others = [sandbox("ready", "plain"), sandbox("failed", "old")]
     proxy.answer(PATH, (200, {"sandboxes": others}), (200, {"sandboxes": [*others, sandbox("ready")]}))
