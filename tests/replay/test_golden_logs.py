@@ -80,7 +80,7 @@ def test_the_command_ends_with_0_where_every_decision_is_the_same(capsys: pytest
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "line 1: not the header of an event log"),
+        (b"", "it is empty: not an event log"),
         (b"no json\n", "line 1: not the header of an event log"),
         (b'{"format":"thunderagent-events/9"}\n', "line 1: format 'thunderagent-events/9' is not"),
         (None, "No such file or directory"),

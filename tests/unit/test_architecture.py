@@ -573,7 +573,14 @@ BANNED = (
             ("resume_writing", "asyncio's word for it, too"),
         ),
     ),
-    Banned("wake", "restore", allowed_modules=(("thunderagent.runtime", "it wakes waiting coroutines"),)),
+    Banned(
+        "wake",
+        "restore",
+        allowed_modules=(
+            ("thunderagent.runtime", "it wakes waiting coroutines"),
+            ("thunderagent.tools", "it wakes sandboxes that stand still"),
+        ),
+    ),
     Banned(
         "evict",
         "pause",
