@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, field
 from random import Random
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import h11
 import pytest
@@ -33,7 +33,6 @@ from thunderagent.proxy.wire.aiohttp_server import Server, all_lent
 from thunderagent.proxy.wire.failures import NotHttpError
 from thunderagent.proxy.wire.headers import forwarded_request_headers, forwarded_response_headers
 from thunderagent.proxy.wire.http11 import client, server
-from thunderagent.proxy.wire.http11.client import Answer
 from thunderagent.proxy.wire.http11.heads import (
     KNOWN_BYTES,
     KNOWN_COUNT,
@@ -499,7 +498,7 @@ def made_of(head: RequestHead | AnswerHead, notes: dict[str, Any] | None) -> Any
     """Return all that other parts derive from a head and note with it."""
     if isinstance(head, AnswerHead):
         kept = [forwarded_response_headers(head.headers, notes, keep_length=keeps) for keeps in (True, False)]
-        return [list(each.items()) for each in kept], Answer(head, cast("Any", None)).content_type
+        return [list(each.items()) for each in kept], head.content_type
     headers = head.headers
     try:
         patience: Any = patience_of(headers, None, notes)
