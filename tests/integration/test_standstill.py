@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
 import pytest
+import pytest_asyncio
 
 from tests.integration.measuring import MeasuredProxy, measured_command, measured_proxy
 from tests.integration.support import (
@@ -68,17 +69,29 @@ async def checked(proxy: MeasuredProxy, size_bytes: int, what: str) -> None:
     assert seen.grown_bytes < most_bytes, f"{what}: {size_bytes} bytes took {seen.grown_bytes}"
 
 
-@pytest.mark.parametrize("name", BODIES)
-async def test_a_body_stops_nobody(name: str) -> None:
-    body = BODIES[name]()
+Shared = tuple[FakeReplica, MeasuredProxy]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared() -> AsyncIterator[Shared]:
+    """Run one proxy for all bodies and answers: it gives back what is free before each, so that it hides nothing."""
     async with (
         fake_replica(capacity_tokens=10**8) as replica,
         measured_proxy(replica.url, infer_programs=True, client_priority="drop") as proxy,
     ):
-        for path in (CHAT, "/v1/responses", "/tokenize"):
-            answer = await post(proxy.url, path, body)
-            assert answer.status in (200, 400, 413), path
-            await checked(proxy, len(body), f"{name} to {path}")
+        yield replica, proxy
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("name", BODIES)
+async def test_a_body_stops_nobody(name: str, shared: Shared) -> None:
+    body, (replica, proxy) = BODIES[name](), shared
+    replica.behaviour = answers()
+    for path in (CHAT, "/v1/responses", "/tokenize"):
+        answer = await post(proxy.url, path, body)
+        assert answer.status in (200, 400, 413), path
+        await checked(proxy, len(body), f"{name} to {path}")
+    replica.calls.clear()
 
 
 async def test_each_route_of_ours_refuses_what_is_large() -> None:
@@ -158,17 +171,16 @@ ANSWERS: dict[str, Callable[[], bytes]] = {
 }
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("name", ANSWERS)
-async def test_an_answer_stops_nobody(name: str) -> None:
-    content = ANSWERS[name]()
-    async with (
-        fake_replica(answers(content), capacity_tokens=10**8) as replica,
-        measured_proxy(replica.url, infer_programs=True) as proxy,
-    ):
-        for path in (CHAT, "/v1/responses", "/v1/messages", "/generate"):
-            body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "input": "x", "text": "x"}
-            assert (await post(proxy.url, path, body)).body == content
-            await checked(proxy, len(content), f"{name} of {path}")
+async def test_an_answer_stops_nobody(name: str, shared: Shared) -> None:
+    content, (replica, proxy) = ANSWERS[name](), shared
+    replica.behaviour = answers(content)
+    for path in (CHAT, "/v1/responses", "/v1/messages", "/generate"):
+        body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "input": "x", "text": "x"}
+        assert (await post(proxy.url, path, body)).body == content
+        await checked(proxy, len(content), f"{name} of {path}")
+    replica.calls.clear()
 
 
 async def test_large_ids_of_answers_are_not_kept() -> None:
