@@ -379,6 +379,14 @@ HOLES = """() => ["#charts", ".tiles"].map((name) => {
 })"""
 
 
+LONGEST = """() => {
+  const cell = document.querySelector("#rows td:last-child");
+  cell.textContent = "59 min 59 s";
+  return cell.scrollWidth - cell.clientWidth;
+}"""
+"""How many pixels the longest time held is too wide for its column."""
+
+
 @pytest.mark.parametrize("width", [390, 760, 1280, 1920])
 async def test_nothing_is_clipped_or_wider_than_the_screen(world: World, open_page: OpenPage, width: int) -> None:
     """No text is cut off, no row scrolls inside a card, and the rows of tiles and charts are full."""
@@ -389,6 +397,7 @@ async def test_nothing_is_clipped_or_wider_than_the_screen(world: World, open_pa
         assert await page.evaluate("document.documentElement.scrollWidth") <= width
         assert await page.evaluate(CLIPPED) == []
         assert max(await page.evaluate(HOLES)) < 2
+        assert await page.evaluate(LONGEST) <= 0
         await page.locator("#rows button").first.click()
         await expect(page.locator(".span.turn").first).to_be_visible()
         for element in ("#story", "#story-body"):
