@@ -24,8 +24,8 @@ def install(folder: Path) -> None:
 
 
 def register() -> None:
-    """Follow what passes between the engine's core and its server."""
-    from vllm.v1.engine.output_processor import OutputProcessor  # noqa: PLC0415 - only vLLM has it
+    """Follow what passes between the engine's core and its server: only in its processes vLLM can be imported."""
+    from vllm.v1.engine.output_processor import OutputProcessor  # type: ignore[import-not-found]  # noqa: PLC0415
 
     if getattr(OutputProcessor, "is_tapped", False):
         return
