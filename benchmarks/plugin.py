@@ -37,13 +37,15 @@ ARMS = {
     "proxy-strangers": {"proxy": {}, "strangers_s": 4.0},
     "both-strangers": {"proxy": {}, "plugin": {}, "strangers_s": 4.0},
 }
-"""`told`: the agents' ends are told to the engine. `proxy`: this proxy's scheduler is in front, `both`: with the plugin;
-`high`: it pauses above 1.1 of the memory; `115`: the engine tells 15 % more memory than it has; `strangers`: others send it
-a turn every 4 s."""
+"""`told`: the agents' ends are told to the engine. `proxy`: this proxy's scheduler is in front; `both`: and the plugin.
+
+`high`: it pauses above 1.1 of the memory. `115`: the engine tells 15 % more memory than it has. `strangers`: others
+send it a turn every 4 s.
+"""
 
 SCRIPT = """
 import json, sys
-from plugin_front import run_arm
+from front import run_arm
 model, programs, seeds, arms = sys.argv[1], *map(json.loads, sys.argv[2:])
 for seed in range(seeds):
     for count in programs:
@@ -56,8 +58,7 @@ for seed in range(seeds):
 def in_vllm(model: Path, *arguments: str) -> list[dict[str, Any]]:
     """Run the script in vLLM's environment."""
     kind = KINDS["vllm"]
-    here = Path(__file__).parent
-    paths = os.pathsep.join(map(str, (TESTS, here, here.parent)))
+    paths = os.pathsep.join(map(str, (TESTS, Path(__file__).parents[1])))
     variables = {**os.environ, **kind.variables, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     command = [str(kind.ensure_environment()), "-c", SCRIPT, str(model), *arguments]
     done = subprocess.run(
