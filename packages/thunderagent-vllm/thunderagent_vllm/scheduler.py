@@ -284,12 +284,14 @@ def programs_class(base: Any) -> Any:  # noqa: C901 - one class, whose base is k
 
         def _allocate_slots(self, request: Any, *args: Any, **kwargs: Any) -> Any:
             """Allocate as vLLM does; if that fails, let pins go, and choose whom vLLM preempts."""
-            is_running = self._guarded(self._surface.is_running, request)
-            if is_running is False and self._guarded(self._must_wait, request, kwargs):
+            call = self.agents.calls.get(request.request_id)
+            is_new = self._on and call is not None and not call.was_started
+            if is_new and self._guarded(self._must_wait, request, kwargs):
                 return None
             blocks = self._allocate(request, *args, **kwargs)
             if blocks is not None or not self._on:
                 return blocks
+            is_running = self._guarded(self._surface.is_running, request)
             for program_id in self._guarded(self._pins_to_take, request, is_running, kwargs) or ():
                 self._guarded(self.agents.pins.drop, program_id, "given_back")
                 blocks = self._allocate(request, *args, **kwargs)
