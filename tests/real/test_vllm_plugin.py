@@ -16,10 +16,14 @@ from benchmarks.engine_kinds import KINDS
 from benchmarks.real_engine import RealEngine, RealEngineConfig, ensure_model
 from tests.loopback import free_ports
 from tests.real.conftest import HIDDEN_SIZE, LAYERS, MAX_MODEL_LEN
-from tests.real.support import CHAT, chat
+from tests.real.support import CHAT, chat, metrics, replicas, until, words
+from thunderagent.cli import build_parser
+from thunderagent.doctor.command import examine
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    from tests.real.conftest import RunProxy
 
 PACKAGE = Path(__file__).parents[2] / "packages" / "thunderagent-vllm"
 PATH = "/thunderagent/programs"
@@ -35,7 +39,7 @@ def run_in_vllm(script: str, *arguments: str) -> list[dict[str, Any]]:
         model = ensure_model(HIDDEN_SIZE, LAYERS, max_model_len=8192)
     command = [str(kind.ensure_environment()), str(PACKAGE / "tests" / script), str(model), *arguments]
     variables = {**os.environ, **kind.variables, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=280, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=1200, check=False)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert lines, done.stderr[-3000:]
     return lines
@@ -52,12 +56,22 @@ def test_decisions_on_the_real_scheduler(vllm: None) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(900)
-def test_greedy_tokens_are_those_of_the_stock_scheduler(vllm: None) -> None:
-    stock, plugin = (run_in_vllm("greedy.py", mode, "60", "1")[-1] for mode in ("stock", "plugin"))
-    assert plugin["report"]["on"]
-    assert plugin["report"]["pins_total"]["used"] > 0
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("caching", ["1", "0"])
+def test_greedy_tokens_are_those_of_the_stock_scheduler(vllm: None, caching: str) -> None:
+    """Of 1,000 requests, some of which are aborted or preempted, with and without a prefix cache."""
+    stock, plugin = (run_in_vllm("greedy.py", mode, "1000", caching)[-1] for mode in ("stock", "plugin"))
+    report = plugin["report"]
+    assert (report["on"], report["failures_total"]) == (True, 0)
+    assert sum(report["preemptions_total"].values()) > 0
+    assert report["chunks_total"]["bounded"] > 0
+    if caching == "1":
+        assert report["pins_total"]["used"] > 0
+        assert report["pins_total"]["given_back"] > 0
+    else:
+        assert report["pins_total"] == {}
     assert plugin["reset"], "the prefix cache was not reset while pins were held"
+    assert len(stock["tokens"]) == 1000
     assert plugin["tokens"] == stock["tokens"]
     assert plugin["aborted"] == stock["aborted"] > 0
 
@@ -106,3 +120,88 @@ async def test_engine_keeps_a_program_through_a_flood(engine: RealEngine) -> Non
         told = (await client.post(PATH, json={"protocol": 1, "ops": [["release", "agent"]]})).json()
         assert (told["done"], "agent" in told["pins"]) == (1, False)
     await engine.reset_prefix_cache()
+
+
+async def test_both_halves_speak(engine: RealEngine, run_proxy: RunProxy) -> None:
+    """Programs of the proxy are the engine's, and are held, kept through a flood, paused and released there."""
+    async with run_proxy((engine,)) as proxy, httpx2.AsyncClient(timeout=120) as client:
+
+        async def plugin() -> dict[str, Any] | None:
+            found: dict[str, Any] | None = (await replicas(client, proxy.url))[0]["plugin"]
+            return found
+
+        async def holds() -> dict[str, float]:
+            """Return for how many more seconds the engine holds whom."""
+            pins: dict[str, list[float]] = (await client.get(engine.url + PATH)).json()["pins"]
+            return {program: until_s for program, (_blocks, until_s) in pins.items()}
+
+        async def turn(program: str | None, prompt: str, **headers: str) -> int:
+            named = {"X-Program-ID": program} if program else {}
+            answer = await client.post(proxy.url + CHAT, json=chat(prompt, 4), headers={**named, **headers})
+            assert answer.status_code == 200, answer.text
+            details = answer.json()["usage"]["prompt_tokens_details"]
+            return int(details["cached_tokens"]) if details else 0
+
+        async def known() -> bool:
+            return await plugin() is not None
+
+        await until(known)
+        await turn("agent", words(900, 1))
+        assert 0 < (await holds())["agent"] <= 30
+        await turn("hinted", words(100, 2), **{"X-Program-Hint": "next_turn_in_s=90"})
+        assert 90 < (await holds())["hinted"] <= 181
+
+        hinted = await client.post(f"{proxy.url}/programs/agent/hints", json={"next_turn_in_s": 100})
+        assert hinted.status_code == 200
+
+        async def is_held_by_the_hint() -> bool:
+            return (await holds())["agent"] > 100
+
+        await until(is_held_by_the_hint)
+        await asyncio.gather(*(turn(None, words(900, 10 + number)) for number in range(8)))
+        assert await turn("agent", words(900, 1)) >= 800
+
+        async def is_warm() -> bool:
+            report = await plugin()
+            return report is not None and report["turns_total"].get("warm", 0) >= 1
+
+        await until(is_warm)
+        report = await plugin()
+        assert report is not None
+        assert (report["on"], report["failures_total"]) == (True, 0)
+        assert (await metrics(client, proxy.url))["thunderagent_engine_plugin_pinned_blocks"] > 0
+        findings = await examine(build_parser().parse_args(["doctor", "--url", proxy.url, "--no-turns"]))
+        assert "Both halves are there" in next(each.text for each in findings if each.check == "engine_plugin")
+
+        # The pool has 5,120 tokens: who comes now pauses others, and the engine hears of it.
+        await turn("large", words(3800, 3))
+
+        async def is_paused() -> bool:
+            return "agent" not in await holds()
+
+        await until(is_paused)
+        assert (await holds()).keys() <= {"large", "hinted"}
+        for program in ("large", "hinted"):
+            await client.post(f"{proxy.url}/programs/release", json={"program_id": program})
+
+        async def is_let_go() -> bool:
+            return await holds() == {}
+
+        await until(is_let_go)
+    await engine.reset_prefix_cache()
+
+
+async def test_either_half_works_alone(
+    engine: RealEngine, engines: tuple[RealEngine, RealEngine], run_proxy: RunProxy
+) -> None:
+    """A proxy that does not speak of programs before an engine that would listen, and the other way round."""
+    async with httpx2.AsyncClient(timeout=120) as client:
+        for replica, options in ((engine, ("--engine-plugin", "false")), (engines[0], ())):
+            async with run_proxy((replica,), *options) as proxy:
+                for number in range(3):
+                    body = chat(words(200 + 50 * number, 5), 4)
+                    answer = await client.post(proxy.url + CHAT, json=body, headers={"X-Program-ID": "agent"})
+                    assert answer.status_code == 200, answer.text
+                assert (await replicas(client, proxy.url))[0]["plugin"] is None
+        report = (await client.get(engine.url + PATH)).json()
+        assert (report["on"], report["pins"], report["programs"]) == (True, {}, 0)

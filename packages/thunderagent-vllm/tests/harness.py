@@ -79,6 +79,13 @@ class Engine:
     outputs: dict[str, list[int]] = field(default_factory=dict)
     hit_tokens: int = 0
     prompt_tokens: int = 0
+    computed_tokens: int = 0
+    """Of prompts, also those that are computed again."""
+    generated_tokens: int = 0
+    step_count: int = 0
+    preemption_count: int = 0
+    cached: dict[str, int] = field(default_factory=dict)
+    """What was found of each prompt whose first token is there, until somebody takes it."""
 
     def __post_init__(self) -> None:
         config = config_of(
@@ -140,10 +147,14 @@ class Engine:
         """Run one iteration; return the requests that ended."""
         scheduler = self.scheduler
         output = scheduler.schedule()
+        self.preemption_count += len(output.preempted_req_ids or ())
         if output.total_num_scheduled_tokens:
             generating = sum(1 for tokens in output.num_scheduled_tokens.values() if tokens == 1)
             prompts = output.total_num_scheduled_tokens - generating
             self.now_s += BASE_S + PROMPT_S * prompts + GENERATED_S * generating
+            self.computed_tokens += prompts
+            self.generated_tokens += generating
+            self.step_count += 1
         else:
             self.now_s += 0.001
         if self.step_hook is not None:
@@ -178,6 +189,7 @@ class Engine:
                 if each.prefill_stats is not None:
                     self.hit_tokens += each.prefill_stats.num_cached_tokens
                     self.prompt_tokens += each.prefill_stats.num_prompt_tokens
+                    self.cached[each.request_id] = each.prefill_stats.num_cached_tokens
                 self.outputs.setdefault(each.request_id, []).extend(each.new_token_ids)
                 if each.finish_reason is not None:
                     ended.append(each.request_id)
@@ -199,15 +211,85 @@ def hash_of(text: str) -> int:
 
 @dataclass
 class Load:
-    """The standard load: N programs at a time, each 6 to 12 turns, by seed alone."""
+    """What became of the standard load: N programs at a time, each 6 to 12 turns, by seed alone."""
 
     turns: list[float] = field(default_factory=list)  # turn times, s
     programs: list[float] = field(default_factory=list)
 
+    def figures(self, engine: Engine, seconds: float) -> dict[str, float]:
+        turns = sorted(self.turns)
+        return {
+            "turns_per_minute": 60 * len(turns) / seconds,
+            "hit_ratio": engine.hit_tokens / max(1, engine.prompt_tokens),
+            "turn_p50_s": turns[len(turns) // 2],
+            "turn_p99_s": turns[int(len(turns) * 0.99)],
+            "program_mean_s": sum(self.programs) / max(1, len(self.programs)),
+        }
 
-def run_load(engine: Engine, count: int, seed: int, seconds: float = 200.0, warmup: float = 20.0) -> dict[str, float]:
-    """Return the figures of `count` programs at a time."""
-    shared = [1 + number % 40 for number in range(200)]
+
+class Strangers:
+    """Others who send the engine a single turn every so often, of no program; 0: nobody."""
+
+    def __init__(self, engine: Engine, every_s: float, seed: int) -> None:
+        self.engine = engine
+        self.every_s = every_s
+        self.rng = random.Random(seed)
+        self.next_s = every_s or float("inf")
+
+    def come(self) -> None:
+        if self.engine.now_s >= self.next_s:
+            tokens = [self.rng.randrange(50, 1950) for _ in range(self.rng.randint(400, 1200))]
+            self.engine.add(f"stranger-{self.next_s}", tokens, 32)
+            self.next_s += self.every_s
+
+
+SHARED_TOKENS = 200
+"""All prompts begin with the same."""
+
+
+class Front:
+    """What is between agents and engine: nothing. With `told`, their ends are told to the engine, as by a proxy."""
+
+    next_s = float("inf")
+    """When `passed` must be called, if nothing happens before."""
+
+    def __init__(self, engine: Engine, *, told: bool = False) -> None:
+        self.engine = engine
+        self.told = told
+
+    def send(self, request_id: str, tokens: list[int], output: int, program_id: str) -> None:
+        """Take a turn of a program."""
+        self.engine.add(request_id, tokens, output, program_id)
+
+    def passed(self) -> None:
+        """Note that time has passed, and who has a first token."""
+        self.engine.cached.clear()
+
+    def ended(self, request_id: str, prompt_tokens: int, output_tokens: int) -> None:
+        """Note the end of a turn."""
+
+    def released(self, program_id: str) -> None:
+        """Note the end of a program."""
+        if self.told:
+            self.engine.scheduler.thunderagent_tell([["release", program_id]])
+
+
+def run_load(
+    engine: Engine,
+    count: int,
+    seed: int,
+    seconds: float = 200.0,
+    warmup: float = 20.0,
+    front: Front | None = None,
+    strangers_s: float = 0.0,
+) -> dict[str, float]:
+    """Return the figures of `count` programs at a time.
+
+    With `strangers_s`, others send the engine a single turn that often, past the front.
+    """
+    front = Front(engine) if front is None else front
+    shared = [1 + number % 40 for number in range(SHARED_TOKENS)]
+    strangers = Strangers(engine, strangers_s, seed)
     numbers = itertools.count()
     load = Load()
     due: list[tuple[float, int, Any]] = []
@@ -236,36 +318,34 @@ def run_load(engine: Engine, count: int, seed: int, seconds: float = 200.0, warm
             program["turn"] += 1
             program["sent_s"] = engine.now_s
             running[request_id] = program
-            engine.add(request_id, list(program["tokens"]), program["rng"].randint(24, 64), program["id"])
-        if not running:
-            engine.now_s = due[0][0]
+            front.send(request_id, list(program["tokens"]), program["rng"].randint(24, 64), program["id"])
+        strangers.come()
+        front.passed()
+        if not engine.scheduler.requests:
+            engine.now_s = max(engine.now_s, min(due[0][0] if due else front.next_s, front.next_s, strangers.next_s))
             engine.scheduler.schedule()  # lets deadlines pass
             continue
         for request_id in engine.step():
-            program = running.pop(request_id)
+            program = running.pop(request_id, None)
+            output = engine.outputs.pop(request_id)
+            if program is None:
+                continue
             rng = program["rng"]
             measured = engine.now_s > warmup
             if measured:
                 load.turns.append(engine.now_s - program["sent_s"])
-            program["tokens"] += engine.outputs.pop(request_id)
+            front.ended(request_id, len(program["tokens"]), len(output))
+            program["tokens"] += output
             program["left"] -= 1
             if program["left"] == 0:
                 if measured:
                     load.programs.append(engine.now_s - program["begun_s"])
-                if engine.settings is not None and engine.settings.get("told"):
-                    engine.scheduler.thunderagent_tell([["release", program["id"]]])
+                front.released(program["id"])
                 begin(engine.now_s)
             else:
                 program["tokens"] += [rng.randrange(50, 1950) for _ in range(rng.randint(150, 450))]
                 heapq.heappush(due, (engine.now_s + rng.expovariate(1.0), next(order), program))
-    turns = sorted(load.turns)
-    return {
-        "turns_per_minute": 60 * len(turns) / seconds,
-        "hit_ratio": engine.hit_tokens / max(1, engine.prompt_tokens),
-        "turn_p50_s": turns[len(turns) // 2],
-        "turn_p99_s": turns[int(len(turns) * 0.99)],
-        "program_mean_s": sum(load.programs) / max(1, len(load.programs)),
-    }
+    return load.figures(engine, seconds)
 
 
 def step_costs(model: str, running: int, steps: int, settings: dict[str, Any] | None, *, waiting: int = 0) -> float:

@@ -230,7 +230,7 @@ def history(  # noqa: C901 - one history, in order
 
 HOOKS = (
     "arrived", "begin_step", "chunk_tokens", "started", "read", "preempted", "ended", "waiting_key", "running_key",
-    "pins_to_take", "victim_key", "tell",
+    "pins_to_take", "victim_key", "tell", "look", "room_blocks",
 )  # fmt: skip
 
 

@@ -235,6 +235,55 @@ def test_who_may_take_pins() -> None:
     assert set(made.pins_to_take("unknown", 1.0, is_running=False, runs_any=True)) == {"old", "young"}
 
 
+def grow(made: Agents, program: str, block_count: int, now_s: float) -> None:
+    """Have a program run a turn after which it has so many blocks."""
+    made.arrived(f"{program}@{now_s}", program, 100, None, now_s)
+    made.started(f"{program}@{now_s}", now_s, is_reading=True)
+    made.ended(f"{program}@{now_s}", 5, range(block_count), now_s + 1)
+
+
+def test_program_that_begins_leaves_room_for_those_that_are_here_to_grow() -> None:
+    made = agents(room_turns=2, stale_s=30)
+    grow(made, "old", 10, 0.0)
+    made.arrived("new", "new", 100, None, 1.0)
+    assert made.room_blocks("new", 1, 1.0) == 0  # nothing is known of growth
+    grow(made, "old", 16, 2.0)
+    assert made.room_blocks("new", 1, 3.0) == 2 * 6 * 2  # one that runs, and one that is pinned
+    assert made.room_blocks("new", 0, 3.0) == 0  # where nothing runs nobody waits
+    grow(made, "young", 4, 4.0)
+    assert made.room_blocks("new", 1, 5.0) == 2 * 6 * 2  # younger ones need no room: their pins may be taken
+    made.arrived("old-3", "old", 100, None, 5.0)
+    made.arrived("hit", "late", 100, None, 5.0)
+    made.preempted("hit")
+    assert [made.room_blocks(each, 1, 5.0) for each in ("old-3", "hit", "unknown")] == [0, 0, 0]
+    assert made.room_blocks("new", 1, 121.0) == 0  # it has waited for too long
+    assert agents().settings.room_turns > 0
+    assert agents(room_turns=0).room_blocks("new", 1, 3.0) == 0
+
+
+def test_growth_is_a_mean_that_follows() -> None:
+    made = agents(room_turns=1)
+    made.arrived("new", "new", 100, None, 0.0)
+    for number in range(200):
+        grow(made, "old", 10 + 4 * min(number, 50), float(number))
+    assert 0 < made.room_blocks("new", 10, 1.0) < 20
+    grow(made, "shrinks", 50, 200.0)
+    grow(made, "shrinks", 10, 201.0)
+    assert made.room_blocks("new", 10, 1.0) < 20
+
+
+def test_request_that_waited_for_rounds_goes_first_and_takes_any_pin() -> None:
+    made = agents(starve_rounds=2, window_s=1000, stale_s=500)
+    made.arrived("waits", "waits", 100, None, 0.0)
+    for number in range(10):
+        grow(made, "old", 10, float(number * 2))
+    made.arrived("old-2", "old", 10, None, 20.0)
+    names = ("old-2", "waits")
+    made.look(20.0)
+    assert order(made, 20.0, *names) == ["waits", "old-2"]
+    assert made.pins_to_take("waits", 20.0, is_running=False, runs_any=True) == ["old"]
+
+
 def test_victim_is_the_least_important_then_lowest_level_then_largest() -> None:
     made = agents()
     for name, tokens in (("speaks", 100), ("short", 100), ("long", 9000), ("longer", 9000)):

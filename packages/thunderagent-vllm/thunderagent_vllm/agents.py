@@ -43,11 +43,12 @@ GENERATES = -1
 class Program:
     """What is known of a program."""
 
-    __slots__ = ("birth", "service", "turn_count")
+    __slots__ = ("birth", "block_count", "service", "turn_count")
 
     def __init__(self, birth: int) -> None:
         self.birth = birth
         self.turn_count = 0
+        self.block_count = 0
         self.service = Service()
 
 
@@ -99,6 +100,11 @@ class Agents:
         self.preemptions: Counter[int] = Counter()
         self._programs: OrderedDict[str, Program] = OrderedDict()
         self._births = 0
+        self._begun_s = math.inf
+        self._ends = Service()
+        self._starve_s = settings.starve_s
+        self._growth_blocks = 0.0
+        self._growth_count = 0
         self._block_tokens = block_tokens
         self._budget_tokens = budget_tokens
         self._given_tokens = 0
@@ -112,6 +118,7 @@ class Agents:
         program_id = session_id if isinstance(session_id, str) and 0 < len(session_id) <= MOST_ID_CHARACTERS else None
         call = Call(self._program(program_id), program_id, uncached_tokens, now_s)
         call.hold_s = hold_of(hint)
+        self._begun_s = min(self._begun_s, now_s)
         settings, program = self.settings, call.program
         served_tokens = program.service.tokens(now_s, settings.window_s) / settings.served_ratio
         tokens = max(uncached_tokens, served_tokens)
@@ -169,6 +176,9 @@ class Agents:
             return False
         program, program_id = call.program, call.program_id
         program.service.add(generated_tokens, now_s, self.settings.window_s)
+        self._ends.add(1, now_s, self.settings.window_s)
+        if blocks:
+            self._grew(program, len(blocks))
         if program_id is None or blocks is None or self._programs.get(program_id) is not program:
             return False
         hold_s = self.settings.hold_s if call.hold_s is None else call.hold_s
@@ -207,6 +217,16 @@ class Agents:
 
     # --- order
 
+    def look(self, now_s: float) -> None:
+        """Note how long a request may wait now."""
+        settings = self.settings
+        self._starve_s = settings.starve_s
+        ends_count = self._ends.tokens(now_s, settings.window_s)
+        if settings.starve_rounds and ends_count:
+            seen_s = settings.window_s * (1.0 - math.exp((self._begun_s - now_s) / settings.window_s))
+            round_s = (len(self.calls) + len(self.pins)) * seen_s / ends_count
+            self._starve_s = min(settings.starve_s, settings.starve_rounds * round_s)
+
     def begin_step(self, now_s: float, head: Call | None, head_fits: bool) -> None:
         """Begin an iteration: `head` waits first, and `head_fits` says whether it could be admitted."""
         self._given_tokens = 0
@@ -227,6 +247,8 @@ class Agents:
         call = self.calls.get(request_id)
         if call is None or not self.settings.order:
             return (priority, 1, 0, 0, 0, arrival_s)
+        if now_s - call.arrived_s >= self._starve_s:
+            return (priority, not call.is_preempted, -1, False, 0, call.arrived_s)
         is_pinned = call.program_id is not None and call.program_id in self.pins
         return (
             priority,
@@ -282,8 +304,24 @@ class Agents:
         call = self.calls.get(request_id)
         if call is None:
             return self.pins.candidates(None, None, now_s)
-        may_take_any = is_running or not runs_any or now_s - call.arrived_s >= self.settings.starve_s
+        may_take_any = is_running or not runs_any or now_s - call.arrived_s >= self._starve_s
         return self.pins.candidates(call.program_id, None if may_take_any else call.program.birth, now_s)
+
+    def room_blocks(self, request_id: str, running_count: int, now_s: float) -> int:
+        """Return how many blocks must stay free if a waiting request is admitted beside so many running ones.
+
+        Programs that are here grow, and whoever begins in that room loses its own blocks soon. Who is pinned, was
+        preempted or has waited for long needs no room beside its own, nor does anybody where nothing runs, nor who
+        comes with a hold: whoever said that has let it in.
+        """
+        call, settings = self.calls.get(request_id), self.settings
+        if not settings.room_turns or not running_count or call is None or call.is_preempted:
+            return 0
+        if call.hold_s is not None or call.program_id in self.pins or now_s - call.arrived_s >= self._starve_s:
+            return 0
+        takeable_count = len(self.pins.candidates(None, call.program.birth, now_s))
+        here_count = running_count + len(self.pins) - takeable_count
+        return int(settings.room_turns * self._growth_blocks * here_count)
 
     def victim_key(self, request_id: str, priority: int, block_count: int, arrival_s: float) -> tuple[Any, ...]:
         """Return how soon a running request is preempted: the greatest first."""
@@ -296,6 +334,14 @@ class Agents:
     def program_count(self) -> int:
         """Return how many programs are known."""
         return len(self._programs)
+
+    def _grew(self, program: Program, block_count: int) -> None:
+        """Learn by how many blocks a turn makes a program grow, in the mean of about the last hundred."""
+        if program.block_count:
+            self._growth_count = min(100, self._growth_count + 1)
+            growth_blocks = max(0, block_count - program.block_count)
+            self._growth_blocks += (growth_blocks - self._growth_blocks) / self._growth_count
+        program.block_count = block_count
 
     def _program(self, program_id: str | None) -> Program:
         if program_id is not None and program_id in self._programs:

@@ -206,6 +206,7 @@ def programs_class(base: Any) -> Any:  # noqa: C901 - one class, whose base is k
                 return
             head_call, head_fits = None, False
             if self.waiting:
+                agents.look(now_s)
                 self.waiting.sort(now_s)
                 head = self.waiting.head()
                 head_call = agents.calls.get(head.request_id)
@@ -283,6 +284,10 @@ def programs_class(base: Any) -> Any:  # noqa: C901 - one class, whose base is k
 
         def _allocate_slots(self, request: Any, *args: Any, **kwargs: Any) -> Any:
             """Allocate as vLLM does; if that fails, let pins go, and choose whom vLLM preempts."""
+            call = self.agents.calls.get(request.request_id)
+            is_new = self._on and call is not None and not call.was_started
+            if is_new and self._guarded(self._must_wait, request, kwargs):
+                return None
             blocks = self._allocate(request, *args, **kwargs)
             if blocks is not None or not self._on:
                 return blocks
@@ -295,6 +300,26 @@ def programs_class(base: Any) -> Any:  # noqa: C901 - one class, whose base is k
             if is_running and self.agents.settings.order:
                 self._guarded(self._choose_victim)
             return None
+
+        def _must_wait(self, request: Any, arguments: dict[str, Any]) -> bool:
+            """Return whether a waiting request fits, if at all, only into room that others will need to grow."""
+            agents = self.agents
+            running_count = len(self.running)
+            room_count = agents.room_blocks(request.request_id, running_count, self._now_s)
+            if not room_count:
+                return False
+            missing_count = self._surface.missing_block_count(request, arguments) + room_count
+            if missing_count <= 0:
+                return False
+            found = agents.pins_to_take(request.request_id, self._now_s, is_running=False, runs_any=True)
+            if sum(map(agents.pins.block_count_of, found)) < missing_count:
+                return True
+            for program_id in found:
+                if missing_count <= 0:
+                    break
+                missing_count -= agents.pins.block_count_of(program_id)
+                agents.pins.drop(program_id, "given_back")
+            return False
 
         def _pins_to_take(self, request: Any, is_running: bool, arguments: dict[str, Any]) -> list[str]:
             pins = self.agents.pins

@@ -31,7 +31,11 @@ class Settings:
     promote_s: float = 30.0
     """Seconds without service that are worth a level."""
     starve_s: float = 120.0
-    """A request that waited this long may take anybody's pin."""
+    """A request that waited this long goes first, and may take anybody's pin."""
+    starve_rounds: float = 2.5
+    """The same after as many rounds: one is the time in which each program that is here gets a turn. 0: not."""
+    room_turns: float = 2.0
+    """A program that begins leaves room for as many turns of those that are here. 0: none."""
     pin_share: float = 0.9
     """Most of the pool that pins may hold."""
     hold_s: float = 30.0
@@ -50,7 +54,7 @@ class Settings:
     """Divides a program's service before it counts for its level."""
 
 
-MARS = {"quanta": True, "shrink_floor": 0.0, "largest_first": True}
+MARS = {"quanta": True, "shrink_floor": 0.0, "largest_first": True, "room_turns": 0.0, "starve_rounds": 0.0}
 """The preset `mars`: what the paper says, without this project's own choices."""
 
 _MODES = ("on", "watch", "off", "force")
