@@ -465,15 +465,15 @@ async def test_a_suspended_sandbox_stands_still_and_goes_on(driver: DockerDriver
     still = counted()
     await asyncio.sleep(1.0)
     assert counted() == still
-    await driver.wake(place.handle)
-    await driver.wake(place.handle)
+    await driver.thaw(place.handle)
+    await driver.thaw(place.handle)
     await until(lambda: counted() > still)
     await driver.suspend(place.handle)
     started_s = time.monotonic()
     await driver.reclaim(place.handle)
     print(f"removed in {time.monotonic() - started_s:.1f} s")
     assert await driver.find() == []
-    await driver.wake(place.handle)
+    await driver.thaw(place.handle)
 
 
 # --- the end of a sandbox ---------------------------------------------------------------------------------------------

@@ -190,7 +190,7 @@ class Suspending(Protocol):
     async def suspend(self, handle: str) -> None:
         """Stop all processes of a sandbox. Raises `SandboxError`."""
 
-    async def wake(self, handle: str) -> None:
+    async def thaw(self, handle: str) -> None:
         """Let them go on; one that runs, or is gone, is no error. Raises `SandboxError`."""
 
 

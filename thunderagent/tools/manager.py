@@ -58,7 +58,7 @@ log = structlog.get_logger("thunderagent.sandboxes")
 
 SUSPEND_OVER_S = 5.0
 """Programs that are expected to wait for longer have their sandboxes suspended."""
-WAKE_AHEAD_S = 2.0
+THAW_AHEAD_S = 2.0
 """How long before their turn these are woken, if it is foreseen."""
 
 HEARS = (Grant, Restore, Release)
@@ -401,7 +401,7 @@ class Manager:
 
     # --- suspending ---------------------------------------------------------------------------------------------------
 
-    def _suspend_and_wake(self, holds_s: Mapping[str, float]) -> None:
+    def _suspend_idle(self, holds_s: Mapping[str, float]) -> None:
         """Suspend what is not needed for long, and wake what is needed soon; `holds_s` is for programs that wait."""
         for sandbox in self.table:
             if not sandbox.template.suspend or sandbox.stage is not Stage.IN_USE:
@@ -409,7 +409,7 @@ class Manager:
             is_idle = len(sandbox.program_ids) == 1 and self._commands.keys().isdisjoint(sandbox.program_ids)
             hold_s = min((holds_s.get(each, 0.0) for each in sandbox.program_ids), default=0.0) if is_idle else 0.0
             if sandbox.wants_suspension:
-                if hold_s <= WAKE_AHEAD_S:
+                if hold_s <= THAW_AHEAD_S:
                     self._suspend(sandbox, wanted=False)
             elif hold_s > SUSPEND_OVER_S and not sandbox.stays_awake:
                 self._suspend(sandbox, wanted=True)
@@ -431,7 +431,7 @@ class Manager:
                 handle, wanted, sandbox.suspended = sandbox.place.handle, sandbox.wants_suspension, True
                 try:
                     async with _only_sandbox_errors(kind):
-                        await (driver.suspend(handle) if wanted else driver.wake(handle))
+                        await (driver.suspend(handle) if wanted else driver.thaw(handle))
                 except SandboxError as error:
                     log.warning("sandbox_not_suspended", driver=kind, handle=handle, wanted=wanted, why=error.for_log)
                     if wanted:
@@ -476,7 +476,7 @@ class Manager:
         self._changed.clear()
         holds_s = self._programs.expected_holds_s()
         if self._may_suspend:
-            self._suspend_and_wake(holds_s)
+            self._suspend_idle(holds_s)
         needs = needed_in_s(self._programs.runs, holds_s)
         for action in self.table.plan(self._clock(), needs):
             sandbox = action.sandbox

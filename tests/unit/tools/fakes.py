@@ -41,7 +41,7 @@ class FakeDriver:
         self.suspensions: list[tuple[str, str]] = []
         """What was suspended and woken, in order, and those that failed."""
         self.suspend_error: Exception | None = None
-        self.wake_error: Exception | None = None
+        self.thaw_error: Exception | None = None
         self.stuck: set[str] = set()
         """Handles whose reclaiming hangs."""
         self.reclaimed: list[str] = []
@@ -151,11 +151,11 @@ class FakeDriver:
         if self.suspend_error is not None:
             raise self.suspend_error
 
-    async def wake(self, handle: str) -> None:
+    async def thaw(self, handle: str) -> None:
         await asyncio.sleep(0)
-        self.suspensions.append(("wake", handle))
-        if self.wake_error is not None:
-            raise self.wake_error
+        self.suspensions.append(("thaw", handle))
+        if self.thaw_error is not None:
+            raise self.thaw_error
         self.suspended.discard(handle)
 
     async def find(self) -> Sequence[Found]:

@@ -31,7 +31,7 @@ from thunderagent.programs.model.decisions import Grant, Reason, Release, Restor
 from thunderagent.programs.model.events import Tick
 from thunderagent.tools.base import Owner, Place, Usage
 from thunderagent.tools.contact import ContactSettings
-from thunderagent.tools.manager import SUSPEND_OVER_S, WAKE_AHEAD_S, Manager, ManagerSettings
+from thunderagent.tools.manager import SUSPEND_OVER_S, THAW_AHEAD_S, Manager, ManagerSettings
 from thunderagent.tools.sandbox import Caps, Stage
 from thunderagent.tools.template import Template
 
@@ -976,13 +976,13 @@ async def test_a_sandbox_stands_still_while_its_program_waits_and_wakes_ahead_of
             report = await changes.get()
             assert report is not None
             assert report["suspended"]
-        world.programs.holds_s = {"p": WAKE_AHEAD_S + 0.5}
+        world.programs.holds_s = {"p": THAW_AHEAD_S + 0.5}
         await asyncio.sleep(5 * FAST.plan_interval_s)
         assert handle in world.driver.suspended
-        world.programs.holds_s = {"p": WAKE_AHEAD_S}
+        world.programs.holds_s = {"p": THAW_AHEAD_S}
         await world.until(lambda: not world.manager.of_program("p")[0]["suspended"])
         assert world.driver.suspended == set()
-        assert world.driver.suspensions == [("suspend", handle), ("wake", handle)]
+        assert world.driver.suspensions == [("suspend", handle), ("thaw", handle)]
 
 
 async def test_a_turn_that_is_let_in_before_it_was_expected_wakes_the_sandbox() -> None:
@@ -995,7 +995,7 @@ async def test_a_turn_that_is_let_in_before_it_was_expected_wakes_the_sandbox() 
         world.admits("p")
         assert not sandbox.wants_suspension
         await world.until(lambda: not sandbox.suspended)
-        assert world.driver.suspensions[-1] == ("wake", handle)
+        assert world.driver.suspensions[-1] == ("thaw", handle)
 
 
 @pytest.mark.parametrize("why", ["a command runs", "another uses it", "its template does not say so"])
@@ -1015,11 +1015,11 @@ async def test_a_sandbox_in_which_something_may_happen_is_not_suspended(why: str
 async def test_what_could_not_be_suspended_is_woken_and_stays_awake() -> None:
     """Nobody knows whether the engine suspended it after all; waking is tried until it works."""
     async with used() as (world, handle):
-        world.driver.suspend_error = world.driver.wake_error = SandboxEngineError("no answer")
+        world.driver.suspend_error = world.driver.thaw_error = SandboxEngineError("no answer")
         world.programs.holds_s = {"p": 60.0}
-        await world.until(lambda: world.driver.suspensions.count(("wake", handle)) >= 2)
+        await world.until(lambda: world.driver.suspensions.count(("thaw", handle)) >= 2)
         assert handle in world.driver.suspended
-        world.driver.wake_error = None
+        world.driver.thaw_error = None
         await world.until(lambda: not world.manager.of_program("p")[0]["suspended"])
         assert world.driver.suspended == set()
         await asyncio.sleep(5 * FAST.plan_interval_s)

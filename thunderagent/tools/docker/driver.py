@@ -198,7 +198,7 @@ class DockerDriver:
             if not self._may_touch(info["Id"], labels):
                 raise SandboxRefusedError(f"the container {info['Name']} is not ours to remove")
             if info["State"].get("Paused"):
-                await self.wake(info["Id"])  # it can neither end by itself nor be told to
+                await self.thaw(info["Id"])  # it can neither end by itself nor be told to
             if info["State"]["Running"] and SANDBOX_LABEL in labels:
                 await self._stop(info["Id"], _grace_s(labels))
             await self._engine.remove(info["Id"])
@@ -249,10 +249,10 @@ class DockerDriver:
         """Freeze all processes of a container; it is refused new commands. Raises `SandboxError`."""
         await self._engine.ask(lambda client: client.pause(handle))
 
-    async def wake(self, handle: str) -> None:
+    async def thaw(self, handle: str) -> None:
         """Thaw a container; one that is not frozen, or gone, is no error. Raises `SandboxError`."""
 
-        def thaw(client: APIClient) -> None:
+        def unpause(client: APIClient) -> None:
             try:
                 client.unpause(handle)
             except errors.APIError:
@@ -260,7 +260,7 @@ class DockerDriver:
                 if info is not None and info["State"].get("Paused"):
                     raise
 
-        await self._engine.ask(thaw)
+        await self._engine.ask(unpause)
 
     # --- looking ------------------------------------------------------------------------------------------------------
 
