@@ -140,7 +140,7 @@ def test_a_package_that_is_installed_adds_its_command(built: Path, tmp_path: Pat
     workflow = [str(alone / "thunderagent"), "workflow", "stubs", "--help"]
     done = subprocess.run(workflow, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "install thunderagent with the extra `workflows`" in done.stderr
+    assert "install the package `thunderagent-workflows`" in done.stderr
     pip = [str(alone / "python"), "-m", "pip", "install", "--quiet", str(wheel(built, "thunderagent-workflows"))]
     subprocess.run(pip, check=True)
     assert "the declaration" in subprocess.run(workflow, capture_output=True, text=True, check=True).stdout

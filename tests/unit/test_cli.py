@@ -322,17 +322,15 @@ def test_packages_are_not_looked_up_for_a_command_of_ours(tmp_path: Path, monkey
     assert "hello" not in build_parser(["serve", "--port", "1"]).format_help()
 
 
-@pytest.mark.parametrize(("command", "extra"), [("nova", "nova"), ("workflow", "workflows")])
+@pytest.mark.parametrize(("command", "package"), [("nova", "thunderagent-nova"), ("workflow", "thunderagent-workflows")])
 def test_a_command_whose_package_is_missing_says_what_to_install(
-    command: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Where nothing is installed at all."""
     importlib.invalidate_caches()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     assert exit_status(command, "serve") == 2
-    assert (
-        f"error: argument COMMAND: {command}: install thunderagent with the extra `{extra}`;" in capsys.readouterr().err
-    )
+    assert f"error: argument COMMAND: {command}: install the package `{package}`;" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -58,9 +58,14 @@ def test_an_extra_that_a_message_names_is_there() -> None:
     modules = [path.read_text() for folder in ("thunderagent", "packages") for path in (ROOT / folder).rglob("*.py")]
     message = re.compile(r"install thunderagent with the extra `([a-z0-9-]+)`")
     named = {name for text in modules for name in message.findall(text)}
-    named |= set(_PACKAGED.values())
-    assert {"kubernetes", "kv-events", "nova", "otel", "plots"} <= named <= PROJECT["optional-dependencies"].keys()
+    assert {"kubernetes", "kv-events", "otel", "plots"} <= named <= PROJECT["optional-dependencies"].keys()
     assert [text for text in modules if re.search(r"pip install '(?:\.|thunderagent)\[", text)] == []
+
+
+def test_a_package_that_a_message_names_is_there_and_no_extra_fetches_it() -> None:
+    """An extra would ask an index for its name, where a stranger may have it."""
+    assert set(_PACKAGED.values()) == {project["name"] for project in PACKAGES}
+    assert not {requirement.name for requirement in REQUIREMENTS} & set(_PACKAGED.values())
 
 
 def test_the_version_stands_in_one_place() -> None:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 COMMANDS = "thunderagent.commands"
 """The entry points of packages that bring a command: its name, and a function that adds its options to its parser."""
 
-_PACKAGED = {"nova": "nova", "workflow": "workflows"}
-"""Commands of packages that belong to this project, with the extra that installs each."""
+_PACKAGED = {"nova": "thunderagent-nova", "workflow": "thunderagent-workflows"}
+"""Commands of packages that belong to this project, with the package that brings each."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -65,8 +65,8 @@ class _Parser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            if extra := action.metavar == "COMMAND" and _PACKAGED.get(value):
-                error.message = f"{value}: install thunderagent with the extra `{extra}`"
+            if package := action.metavar == "COMMAND" and _PACKAGED.get(value):
+                error.message = f"{value}: install the package `{package}`"
             else:
                 error.message += nearest_hint(str(value), map(str, action.choices or ()))
             raise

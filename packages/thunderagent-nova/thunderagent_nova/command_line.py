@@ -55,4 +55,4 @@ def run_sample(args: argparse.Namespace) -> int:
 
 
 def _incomplete(error: ModuleNotFoundError) -> ConfigurationError:
-    return ConfigurationError(f"nova: install thunderagent with the extra `nova`: {error}")
+    return ConfigurationError(f"nova: install the package `thunderagent-nova` with all that it needs: {error}")

@@ -322,7 +322,7 @@ def _store_of(store: str | Store) -> Store:
         try:
             from thunderagent_workflows.redis_store import RedisStore  # noqa: PLC0415 - and the redis package with it
         except ModuleNotFoundError as error:
-            text = "a store on Redis: install thunderagent with the extra `workflows-redis`"
+            text = "a store on Redis: install the package `thunderagent-workflows` with its extra `redis`"
             raise DeclarationError(f"{text}: {error}") from error
 
         return RedisStore(store)
@@ -333,7 +333,8 @@ async def _on_ray(address: str) -> Launcher:
     try:
         from thunderagent_workflows import on_ray  # noqa: PLC0415 - and Ray with it
     except ModuleNotFoundError as error:
-        raise DeclarationError(f"Ray: install thunderagent with the extra `workflows-ray`: {error}") from error
+        text = "Ray: install the package `thunderagent-workflows` with its extra `ray`"
+        raise DeclarationError(f"{text}: {error}") from error
     return await on_ray.connect(address)
 
 

@@ -313,7 +313,7 @@ def test_what_must_be_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None
     assert "ray" not in sys.modules or sys.modules["ray"] is None
     monkeypatch.setitem(sys.modules, "ray", None)
     with (
-        pytest.raises(DeclarationError, match="install thunderagent with the extra `workflows-ray`"),
+        pytest.raises(DeclarationError, match="install the package `thunderagent-workflows` with its extra `ray`"),
         deploy(only("echo"), ray="auto"),
     ):
         pass
