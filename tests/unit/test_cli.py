@@ -322,7 +322,9 @@ def test_packages_are_not_looked_up_for_a_command_of_ours(tmp_path: Path, monkey
     assert "hello" not in build_parser(["serve", "--port", "1"]).format_help()
 
 
-@pytest.mark.parametrize(("command", "package"), [("nova", "thunderagent-nova"), ("workflow", "thunderagent-workflows")])
+@pytest.mark.parametrize(
+    ("command", "package"), [("nova", "thunderagent-nova"), ("workflow", "thunderagent-workflows")]
+)
 def test_a_command_whose_package_is_missing_says_what_to_install(
     command: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
