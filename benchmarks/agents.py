@@ -328,7 +328,7 @@ async def main() -> None:
     parser.add_argument("--at-once", type=int, default=24, help="agents that are open at a time")
     parser.add_argument("--sandboxes", type=int, default=5, help="sandbox_max_count of the proxy")
     parser.add_argument(
-        "--admitted", type=int, default=3, help="programs that may run at a time, the others wait; 0: as many as fit"
+        "--admitted", type=int, default=0, help="programs that may run at a time, the others wait; 0: as many as fit"
     )
     parser.add_argument("--arms", default="own-left,prepared,reused,killed", help=f"of {', '.join(ARMS)}")
     parser.add_argument("--policies", default="default", help="policies of the proxy; default is its own")
