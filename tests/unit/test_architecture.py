@@ -573,14 +573,7 @@ BANNED = (
             ("resume_writing", "asyncio's word for it, too"),
         ),
     ),
-    Banned(
-        "wake",
-        "restore",
-        allowed_modules=(
-            ("thunderagent.runtime", "it wakes waiting coroutines"),
-            ("thunderagent.tools", "it wakes sandboxes that stand still"),
-        ),
-    ),
+    Banned("wake", "restore", allowed_modules=(("thunderagent.runtime", "it wakes waiting coroutines"),)),
     Banned(
         "evict",
         "pause",

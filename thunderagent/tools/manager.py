@@ -9,12 +9,11 @@ actions becomes a task of one group, so that nothing outlives `run`.
 A preparation that fails goes back to the table, which tries again or gives up. A preparation that is no longer wanted
 is cancelled; the driver then removes what it had begun. A reclaiming that fails is repeated until it succeeds, because
 its object is ours; it is given up when the object has ended by itself, or was never ours to end. A sandbox whose
-template says so is suspended while its program waits for long, nothing runs in it and nobody else uses it, and woken
-ahead of the turn: when that is expected soon, at the latest as it is let in. After each loss of
-contact and now and then, the engines' state is compared with the table. Objects with our name and an earlier run's are
-orphans and are removed at the start. Objects of this run that are not in the table are left from a failed preparation
-or sandbox, and are removed whenever they are seen. A look takes time: it says nothing of what came or went since it
-began.
+template says so is suspended while its program waits for long, nothing runs in it and nobody else uses it, and thawed
+ahead of the turn: when that is expected soon, at the latest as it is let in. After each loss of contact and now and
+then, the engines' state is compared with the table. Objects with our name and an earlier run's are orphans and are
+removed at the start. Objects of this run that are not in the table are left from a failed preparation or sandbox, and
+are removed whenever they are seen. A look takes time: it says nothing of what came or went since it began.
 
 Programs come from the scheduler: `observe` sees every event with its decisions. Each program with a sandbox is in the
 scheduler's table, opened if needed, so that one that never comes is forgotten, and its sandboxes with it.
@@ -59,7 +58,7 @@ log = structlog.get_logger("thunderagent.sandboxes")
 SUSPEND_OVER_S = 5.0
 """Programs that are expected to wait for longer have their sandboxes suspended."""
 THAW_AHEAD_S = 2.0
-"""How long before their turn these are woken, if it is foreseen."""
+"""How long before their turn these are thawed, if it is foreseen."""
 
 HEARS = (Grant, Restore, Release)
 """Kinds of events for `Manager.observe`."""
@@ -173,7 +172,7 @@ class Manager:
         """Commands that began in sandboxes of a program since its last turn. None is empty."""
         self._preparing: dict[str, asyncio.Task[None]] = {}
         self._settling: set[str] = set()
-        """Sandboxes that are being suspended, or woken."""
+        """Sandboxes that are being suspended, or thawed."""
         self._may_suspend = self.settings.takes_specs or any(each.suspend for each in templates.values())
         self._changed = asyncio.Event()
         self._contacts = {kind: Contact(d, self, self.settings.contact) for kind, d in drivers.items()}
@@ -402,7 +401,7 @@ class Manager:
     # --- suspending ---------------------------------------------------------------------------------------------------
 
     def _suspend_idle(self, holds_s: Mapping[str, float]) -> None:
-        """Suspend what is not needed for long, and wake what is needed soon; `holds_s` is for programs that wait."""
+        """Suspend what is not needed for long, and thaw what is needed soon; `holds_s` is for programs that wait."""
         for sandbox in self.table:
             if not sandbox.template.suspend or sandbox.stage is not Stage.IN_USE:
                 continue
@@ -415,14 +414,14 @@ class Manager:
                 self._suspend(sandbox, wanted=True)
 
     def _suspend(self, sandbox: Sandbox, *, wanted: bool) -> None:
-        """Suspend a sandbox soon, or wake it."""
+        """Suspend a sandbox soon, or thaw it."""
         sandbox.wants_suspension = wanted
         if self._group is not None and sandbox.sandbox_id not in self._settling:
             self._settling.add(sandbox.sandbox_id)
             self._group.create_task(self._settle(sandbox))
 
     async def _settle(self, sandbox: Sandbox) -> None:
-        """Suspend and wake a sandbox until it is as it is wanted. What may be suspended is woken, however often."""
+        """Suspend and thaw a sandbox until it is as it is wanted. What may be suspended is thawed, however often."""
         driver, kind = self._drivers[sandbox.template.driver], sandbox.template.driver
         assert isinstance(driver, Suspending)
         delay_s = self.settings.contact.retry_s

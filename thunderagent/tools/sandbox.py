@@ -154,7 +154,7 @@ class Sandbox:
         """Made by somebody else, who gave it to us to reclaim."""
         self.wants_suspension = False
         self.suspended = False
-        """Whether it stands still, as far as is known: the engine may be about to stop it, or to wake it."""
+        """Whether it stands still, as far as is known: the engine may be about to stop it, or to thaw it."""
         self.stays_awake = False
         """The engine could not suspend it."""
         self.attempt_count = 0

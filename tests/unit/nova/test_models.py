@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="the extra `nova` is not installed")
-pytest.importorskip("transformers", reason="the extra `nova` is not installed")
+torch = pytest.importorskip("torch", reason="what thunderagent-nova needs is not installed")
+pytest.importorskip("transformers", reason="what thunderagent-nova needs is not installed")
 
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 

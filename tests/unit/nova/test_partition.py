@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="the extra `nova` is not installed")
+torch = pytest.importorskip("torch", reason="what thunderagent-nova needs is not installed")
 
 from thunderagent_nova.partition import DECODE, CorePool, GreenPool, NullPool, PartitionError, nearest  # noqa: E402
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="the extra `nova` is not installed")
-pytest.importorskip("transformers", reason="the extra `nova` is not installed")
+torch = pytest.importorskip("torch", reason="what thunderagent-nova needs is not installed")
+pytest.importorskip("transformers", reason="what thunderagent-nova needs is not installed")
 
 from tests.unit.nova import folder  # noqa: E402
 from tests.unit.nova.test_models import staged  # noqa: E402
