@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 DIRECT: Final = "direct"
+PLUGIN: Final = "plugin"
 AGENTINFER: Final = "agentinfer"
 
 
@@ -97,6 +98,16 @@ async def engines(setup: Setup, **settings: Any) -> AsyncIterator[list[str]]:
         yield [config.url for config in configs]
 
 
+def _plugin() -> dict[str, Any]:
+    """Return the settings of an engine that has our scheduler for vLLM, from this checkout."""
+    names = (
+        ("--scheduler-cls", "thunderagent_vllm.scheduler.Scheduler"),
+        ("--middleware", "thunderagent_vllm.route.Route"),
+    )
+    folder = Path(__file__).parents[1] / "packages" / "thunderagent-vllm"
+    return {"extra_args": tuple(chain.from_iterable(names)), "extra_variables": (("PYTHONPATH", str(folder)),)}
+
+
 class DirectArm(Arm):
     """Nothing: turns go to the engines in turn, by Dynamo's frontend where the engines are its own."""
 
@@ -115,6 +126,22 @@ class DirectArm(Arm):
         else:
             async with engines(setup) as urls:
                 yield Target(",".join(urls))
+
+
+class PluginArm(Arm):
+    """Our scheduler inside vLLM, and nothing before it."""
+
+    kinds = frozenset({"vllm"})
+
+    def version(self) -> str:
+        """Return the version of this checkout's package."""
+        return "thunderagent-vllm of this checkout"
+
+    @contextlib.asynccontextmanager
+    async def open(self, setup: Setup) -> AsyncIterator[Target]:
+        """Run engines with it."""
+        async with engines(setup, **_plugin()) as urls:
+            yield Target(",".join(urls), "X-Session-ID")
 
 
 class RouterArm(Arm):
@@ -238,9 +265,13 @@ class DynamoArm(Arm):
 
 
 class OurArm(Arm):
-    """Our proxy under a policy, written `name` or `name:key=value:key=value`."""
+    """Our proxy under a policy, `name` or `name:key=value:…`; `+plugin` after it puts our scheduler in its engines."""
 
-    kinds = frozenset({"mocker", "vllm", "embedded"})
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._policy, _, added = name.partition("+")
+        self._in_engine = _plugin() if added == PLUGIN else {}
+        self.kinds = frozenset({"vllm"} if self._in_engine else {"mocker", "vllm", "embedded"})
 
     def version(self) -> str:
         """Return the version of the package."""
@@ -252,9 +283,9 @@ class OurArm(Arm):
         async with contextlib.AsyncExitStack() as stack:
             urls: Sequence[str] = ()
             if setup.kind != "embedded":
-                urls = await stack.enter_async_context(engines(setup))
+                urls = await stack.enter_async_context(engines(setup, **self._in_engine))
             log = cache_dir() / "logs" / "peers-proxy.log"
-            words = serve_words(self.name, setup, urls)
+            words = serve_words(self._policy, setup, urls)
             server = await stack.enter_async_context(thunderagent(*words, log_path=log, code=setup.code))
             yield Target(server.url, end_signal=EndSignal.RELEASE, is_ours=True)
 
@@ -284,6 +315,7 @@ def find_arm(name: str) -> Arm:
     """Return the arm of that name; a name that no peer has is a policy of ours."""
     peers: dict[str, Callable[[str], Arm]] = {
         DIRECT: DirectArm,
+        PLUGIN: PluginArm,
         AGENTINFER: AgentInferArm,
         **dict.fromkeys(DynamoArm.NAMES, DynamoArm),
         **dict.fromkeys(RouterArm.NAMES, RouterArm),

@@ -115,9 +115,11 @@ class Cell:
     load: str
     answers: str  # whole or streamed
     engines: int
+    programs: int | None = None
+    """For each engine; by default the load's own."""
 
     def __str__(self) -> str:
-        return f"{self.load} {self.answers} {self.engines}"
+        return f"{self.load} {self.answers} {self.engines}" + (f" of {self.programs}" if self.programs else "")
 
 
 @dataclass(frozen=True)
@@ -243,7 +245,9 @@ async def run_cell(cell: Cell, arm: Arm, number: int, settings: Settings) -> lis
 
 def _spec(load: Load, cell: Cell, seed: int, target: Target) -> LoadSpec:
     """Return the load as the target wants to be told of programs; as many programs for each engine."""
-    programs = load.spec.programs * cell.engines // load.engines_count
+    programs = (
+        cell.programs * cell.engines if cell.programs else load.spec.programs * cell.engines // load.engines_count
+    )
     spec = replace(load.spec, programs=programs, seed=seed, stream=cell.answers == "streamed")
     signal = target.end_signal or EndSignal.NONE
     signal = signal if load.spec.end_signal is EndSignal.RELEASE else EndSignal.NONE
@@ -409,6 +413,7 @@ def _arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--arms", default="direct,dynamo-thunderagent,thunderagent-ports,breakeven", help="peers or policies of ours")
     add("--answers", default="whole,streamed", help="whole, streamed or both (default: %(default)s)")
     add("--engines", help="numbers of engines, a comma between; by default each load's own")
+    add("--programs", help="numbers of programs for each engine, a comma between; by default each load's own")
     add("--rounds", type=int, default=5)
     add("--first-seed", type=int, default=0)
     add("--seconds", type=float, help="measured seconds of a closed load; by default the load's own")
@@ -428,8 +433,13 @@ def cells_of(arguments: argparse.Namespace) -> list[Cell]:
     if unknown := [name for name in names if name not in LOADS] + sorted(set(answers) - {"whole", "streamed"}):
         raise SystemExit(f"no load or kind of answers: {', '.join(unknown)}; --list shows the loads")
     counts = [int(text) for text in (arguments.engines or "0").split(",")]
+    programs = [int(text) for text in arguments.programs.split(",")] if arguments.programs else [None]
     return [
-        Cell(name, kind, count or LOADS[name].engines_count) for name in names for kind in answers for count in counts
+        Cell(name, kind, count or LOADS[name].engines_count, number)
+        for name in names
+        for kind in answers
+        for count in counts
+        for number in programs
     ]
 
 

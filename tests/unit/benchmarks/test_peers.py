@@ -6,7 +6,17 @@ import pytest
 
 from benchmarks import dynamo
 from benchmarks.load import EndSignal, LoadResult, LoadSpec, TurnRecord, plan_program
-from benchmarks.peer_arms import AgentInferArm, DirectArm, OurArm, RouterArm, Setup, Target, find_arm, serve_words
+from benchmarks.peer_arms import (
+    AgentInferArm,
+    DirectArm,
+    OurArm,
+    PluginArm,
+    RouterArm,
+    Setup,
+    Target,
+    find_arm,
+    serve_words,
+)
 from benchmarks.peer_clients import abench_figures, abench_words
 from benchmarks.peers import LOADS, Cell, Run, _arguments, _spec, cells_of, figures, markdown, order, ratios
 
@@ -36,6 +46,7 @@ def test_more_engines_get_more_programs() -> None:
     target = Target("http://any")
     assert _spec(LOADS["h1"], Cell("h1", "whole", 4), 0, target).programs == 96
     assert _spec(LOADS["h3-5"], Cell("h3-5", "whole", 4), 0, target).programs == 80
+    assert _spec(LOADS["h1"], Cell("h1", "whole", 2, 8), 0, target).programs == 16
 
 
 def test_tool_times_are_fixed_where_a_load_says_so() -> None:
@@ -100,6 +111,14 @@ def test_names_find_peers_and_else_policies_of_ours() -> None:
     assert {name: type(find_arm(name)) for name in kinds} == kinds
 
 
+def test_our_scheduler_is_in_vllm_alone_or_behind_our_proxy() -> None:
+    assert isinstance(find_arm("plugin"), PluginArm)
+    both = find_arm("breakeven:high_ratio=1.1+plugin")
+    assert isinstance(both, OurArm)
+    assert both.kinds == find_arm("plugin").kinds == {"vllm"}
+    assert both.name == "breakeven:high_ratio=1.1+plugin"
+
+
 def test_command_lines_of_peers() -> None:
     words = dynamo.mocker_words(dynamo.MockerConfig(kv_tokens=16_000), "/model", "name")
     assert words[words.index("--num-gpu-blocks-override") + 1] == "500"
@@ -136,6 +155,8 @@ def test_abench_gets_the_shape_of_the_load_and_gives_its_steady_figures() -> Non
 def test_options_name_cells_and_unknown_loads_are_refused() -> None:
     found = cells_of(_arguments(["--loads", "h1,h3-1", "--answers", "whole", "--engines", "1,2"]))
     assert [str(cell) for cell in found] == ["h1 whole 1", "h1 whole 2", "h3-1 whole 1", "h3-1 whole 2"]
+    found = cells_of(_arguments(["--loads", "standard", "--answers", "whole", "--programs", "8,16"]))
+    assert [str(cell) for cell in found] == ["standard whole 1 of 8", "standard whole 1 of 16"]
     assert cells_of(_arguments(["--loads", "h3-1", "--answers", "streamed"])) == [Cell("h3-1", "streamed", 2)]
     with pytest.raises(SystemExit, match="h9"):
         cells_of(_arguments(["--loads", "h9"]))
