@@ -110,7 +110,9 @@ def said(cell: StoredCell, event: str) -> list[dict[str, Any]]:
     return [each for each in lines if each["event"] == event]
 
 
-@pytest.mark.parametrize("lasts_ms", [None, 10**12], ids=["for ever", "for years"])
+@pytest.mark.parametrize(
+    "lasts_ms", [None, pytest.param(10**12, marks=pytest.mark.nightly)], ids=["for ever", "for years"]
+)
 async def test_a_stolen_lock_gets_an_end(
     lasts_ms: int | None, require_real: Callable[[str], NoReturn], tmp_path: Path
 ) -> None:
@@ -131,7 +133,10 @@ async def test_a_stolen_lock_gets_an_end(
         await cell.turns("after")
 
 
-@pytest.mark.parametrize("epoch", ["9" * 30, "rubbish", "-7", "2147483647", "1e300"])
+@pytest.mark.parametrize(
+    "epoch",
+    ["9" * 30, "rubbish", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("-7", "2147483647", "1e300"))],
+)
 async def test_an_epoch_beyond_reason_is_written_again(
     epoch: str, require_real: Callable[[str], NoReturn], tmp_path: Path
 ) -> None:

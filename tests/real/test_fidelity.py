@@ -110,7 +110,7 @@ def on_the_model(engine: RealEngine, load: Load) -> list[Found]:
     return found
 
 
-@pytest.mark.parametrize("group_size", [1, 3])
+@pytest.mark.parametrize("group_size", [pytest.param(1, marks=pytest.mark.nightly), 3])
 async def test_the_model_finds_the_very_blocks_that_the_engine_finds(engine: RealEngine, group_size: int) -> None:
     """63 turns on a pool for about half of the programs: the cached tokens of each are the same, block by block.
 

@@ -16,6 +16,7 @@ REQUIREMENTS = ["torch==2.13.0", "transformers==5.17.0", "pillow>=11", "jinja2>=
 TESTS = ["tests/unit/nova", "tests/real/test_nova.py"]
 
 
+@pytest.mark.nightly  # a minute; tests/unit/nova has all that needs no PyTorch
 @pytest.mark.timeout(900, func_only=True)
 def test_nova_with_real_models(require_real: Callable[[str], NoReturn], pytestconfig: pytest.Config) -> None:
     """Staged tokens, offloading, the engine, and the server behind the proxy; nothing is skipped."""

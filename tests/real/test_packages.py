@@ -191,7 +191,9 @@ def run_the_readmes_example(built: Path, proxy_wheel: Path, python: str, tmp_pat
     return subprocess.run(asked, capture_output=True, check=True, cwd=tmp_path, text=True).stdout
 
 
-@pytest.mark.parametrize("minor", MINORS)
+@pytest.mark.parametrize(
+    "minor", [pytest.param(each, marks=pytest.mark.nightly) if each == 12 else each for each in MINORS]
+)
 def test_the_readmes_example_runs_in_an_empty_environment(built: Path, tmp_path: Path, minor: int) -> None:
     """It runs on every available Python."""
     said = run_the_readmes_example(built, wheel(built, "thunderagent"), python_of(minor), tmp_path)
