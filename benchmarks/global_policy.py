@@ -22,7 +22,7 @@ from thunderagent.policy_loader import load_policy
 from thunderagent.programs.model.decisions import Decision, Grant, Reason, SetPriority
 from thunderagent.programs.model.events import Event, ProgramReleased, Tick, TurnArrived, TurnFinished
 from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp, RouteSet
-from thunderagent.programs.model.view import View
+from thunderagent.programs.policy import GlobalPolicy, View
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.serving.process import calm_garbage_collector
 
@@ -35,7 +35,7 @@ ROUTE_WEIGHTS = (1000.0, 1.0)
 
 
 @dataclass
-class Shortest:
+class Shortest(GlobalPolicy):
     """The program with least to compute goes first, instead of Nalar's SRTF: here most wait for their first turn."""
 
     period_s: float = 1.0

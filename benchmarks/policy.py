@@ -50,7 +50,7 @@ from thunderagent.errors import ConfigurationError, TraceError
 from thunderagent.programs.model.decisions import Pause, Restore
 from thunderagent.programs.model.events import Event, Tick, TurnArrived, TurnFinished
 from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
-from thunderagent.programs.model.policy import Policy
+from thunderagent.programs.policy import Policy
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.simulator.comparison.contestants import Contestant
 from thunderagent.simulator.comparison.results import Run

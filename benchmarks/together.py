@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.model.decisions import Decision
 from thunderagent.programs.model.events import Event, Tick, TurnArrived
-from thunderagent.programs.model.policy import Policy
+from thunderagent.programs.policy import Policy
 from thunderagent.programs.pools import Pool, Pools
 from thunderagent.simulator.figures.figures import RunResult
 from thunderagent.simulator.runs.agenda import Agenda

@@ -56,16 +56,14 @@ from thunderagent.programs.model.fleet_events import (
     SandboxReady,
     TurnLimited,
 )
-from thunderagent.programs.model.policy import Moment, Policy
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.records.learned import ReplicaPriceRecord
 from thunderagent.programs.model.records.limits import ProgramLimits
 from thunderagent.programs.model.records.signals import Signal, ToolEnd, ToolNum, ToolStart, WindowUpdate
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.model.turn import Branch, Turn, TurnEnded
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import ProgramView
 from thunderagent.programs.policies.baselines.passthrough import Passthrough
+from thunderagent.programs.policy import Admission, Moment, Policy, ProgramView, View
 from thunderagent.programs.scheduler import Scheduler
 
 BYTES_PER_TOKEN = 4
@@ -78,7 +76,7 @@ def asked(source: LeaseSource, program_id: str | None, **more: Any) -> TurnAsk:
     return TurnAsk(turn_id=turn_id, program_id=program_id, **more)
 
 
-class Breathing:
+class Breathing(Admission):
     """An admission of three programs, or one while tools run, that dismisses programs above that.
 
     It works only on events, as one with a window would, and uses every way out of the paused queue.

@@ -24,7 +24,7 @@ from tests.replay.histories import LEARNED_LIMITS, SETTINGS, History
 from tests.unit.test_where_to_add import PACKAGE, core_at, run_there
 from thunderagent.programs.invariants import check_sums
 from thunderagent.programs.model.events import ProgramHinted
-from thunderagent.programs.model.policy import Policy
+from thunderagent.programs.policy import Policy
 from thunderagent.programs.scheduler import Scheduler
 
 HISTORIES_COUNT = int(os.environ.get("HISTORIES_COUNT", "1"))
@@ -51,11 +51,13 @@ class Watched:
         said, path = getattr(self._asked, name), f"{self._kind}{name}"
         if name in ("admission", "priority", "global_policy") and said is not None:
             return Watched(said, self._sums_hold, f"{name}.")
-        if name == "policies":
-            return tuple(Watched(each, self._sums_hold, self._kind) for each in said)
-        if path not in CALLBACKS or said is None:
-            return said
+        if name == "chained":
+            return lambda: tuple(Watched(each, self._sums_hold, self._kind) for each in said())
+        if name == "observers":
+            return lambda: tuple(self._checked(each, f"{self._kind}observe") for each in said())
+        return self._checked(said, path) if path in CALLBACKS and said is not None else said
 
+    def _checked(self, said: Callable[..., Any], path: str) -> Callable[..., Any]:
         def answer(*told: Any) -> Any:
             self._sums_hold(path)
             return said(*told)

@@ -63,12 +63,12 @@ from thunderagent.programs.model.fleet_events import (
     TierPolled,
     TurnLimited,
 )
-from thunderagent.programs.model.policy import HINT_RATIO
 from thunderagent.programs.model.records.kept import BranchRecord, ProgramRecord, ProgramsAdopted
 from thunderagent.programs.model.records.learned import CapacityRecord
 from thunderagent.programs.model.records.limits import ProgramLimits
 from thunderagent.programs.model.records.signals import GpuEnd, GpuSubmit, Signal, ToolNum
 from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.policy import HINT_RATIO
 from thunderagent.programs.scheduler import Scheduler
 
 EXAMPLES_COUNT = int(os.environ.get("SCHEDULER_EXAMPLES", "12"))

@@ -47,8 +47,8 @@ from thunderagent.programs.model.fleet_events import (
     ResidencyReported,
     RouteSet,
 )
-from thunderagent.programs.model.policy import Policy
 from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.policy import Policy
 
 SETTINGS = SchedulerSettings(
     idle_limit_s=20.0,

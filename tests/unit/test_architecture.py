@@ -339,14 +339,17 @@ def wrong_imports(module: Module) -> Iterator[str]:
 
 
 # Room of the core, or module beside the rooms: the other parts of the core from which it may import.
-VERBS = frozenset({"model", "book", "learned", "rules", "verbs"})
+VERBS = frozenset({"model", "policy", "book", "learned", "rules", "verbs"})
 CORE_ARROWS: dict[str, frozenset[str]] = {
     "model": frozenset(),
     "book": frozenset({"model"}),
-    "learned": frozenset({"model"}),
-    "rules": frozenset({"model", "book"}),
-    "policies": frozenset({"model"}),
-    "verbs": frozenset({"model", "book", "learned", "rules"}),  # and the core, whose parts they are, for its type
+    "policy": frozenset({"model"}),
+    "learned": frozenset({"model", "policy"}),
+    "rules": frozenset({"model", "policy", "book"}),
+    "policies": frozenset({"model", "policy"}),
+    "verbs": frozenset(
+        {"model", "policy", "book", "learned", "rules"}
+    ),  # and the core, whose parts they are, for its type
     "core": VERBS,
     "operations": VERBS | {"core"},
     "view": VERBS,  # and the core and its operations, for their types

@@ -41,10 +41,8 @@ from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.events import ProgramReleased, Tick, TurnArrived, TurnFinished
 from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
 from thunderagent.programs.model.places import ALLOWED
-from thunderagent.programs.model.policy import Policy
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import AccountView, ProgramView, ReplicaView
 from thunderagent.programs.policies import PARTS, POLICIES
+from thunderagent.programs.policy import AccountView, Policy, ProgramView, ReplicaView, View
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.judge.prompt import DEFAULT_PROMPT
 from thunderagent.proxy.watch.event_feed import KINDS, SIGNAL_KINDS

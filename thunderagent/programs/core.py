@@ -10,9 +10,9 @@ from thunderagent.programs.book.replica import Replica
 from thunderagent.programs.learned.knowledge import Knowledge
 from thunderagent.programs.model.decisions import Reason, Reject
 from thunderagent.programs.model.places import Kind, Place
-from thunderagent.programs.model.policy import Admission, Moment, Placement, Policy
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.turn import Turn
+from thunderagent.programs.policy import Admission, Moment, Placement, Policy
 from thunderagent.programs.rules.families import Families
 from thunderagent.programs.rules.limits import Limits
 from thunderagent.programs.rules.patience import Deadlines
@@ -25,7 +25,7 @@ from thunderagent.programs.verbs.stream import Stream
 from thunderagent.programs.verbs.turn_ends import TurnEnds
 
 if TYPE_CHECKING:
-    from thunderagent.programs.model.view import View
+    from thunderagent.programs.policy import View
     from thunderagent.programs.verbs.global_policy import GlobalPolicies
 
 
@@ -59,8 +59,8 @@ class Core:
         self.global_policies = global_policies
         self.stream = stream
         self.claim_rules = policy.claim_rules
-        self.admission: Admission | None = getattr(policy, "admission", None)
-        self.leases = Leases(book, deadlines, stream, view, getattr(policy, "priority", None))
+        self.admission: Admission | None = policy.admission
+        self.leases = Leases(book, deadlines, stream, view, policy.priority)
         self.turn_ends = TurnEnds(self)
         self.hints = Hints(self)
         self.program_limits = ProgramLimiter(

@@ -39,11 +39,11 @@ from thunderagent.programs.handlers.turns import Turns
 from thunderagent.programs.learned.knowledge import LEAST_IDLE_LIMIT_S, Knowledge
 from thunderagent.programs.model.decisions import Decision
 from thunderagent.programs.model.events import Event, Tick, TurnDue
-from thunderagent.programs.model.policy import Moment, Policy
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.records.learned import LearnedRecord
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.operations import Operations
+from thunderagent.programs.policy import Moment, Policy
 from thunderagent.programs.rules.families import Families
 from thunderagent.programs.rules.limits import Limits
 from thunderagent.programs.rules.patience import Deadlines
@@ -71,13 +71,13 @@ class Scheduler:
     def __init__(self, policy: Policy, settings: SchedulerSettings | None = None) -> None:
         """Create a scheduler without replicas and programs."""
         self.policy = policy
-        self._plans = getattr(policy, "hold_threshold_s", None) is not None
+        self._plans = policy.holds_by_cost
         self.settings = settings = settings or SchedulerSettings()
         rules = policy.claim_rules
         self.knowledge = Knowledge(rules)
         self._pace = self.knowledge.restore_pace
         self.tenants = Tenants(settings.tenant_weight_ratios) if settings.fair_tenants else None
-        admission = getattr(policy, "admission", None)
+        admission = policy.admission
         self.admission_name: str = "" if admission is None else admission.name
         """The admission's name; empty if all programs may begin."""
         unadmitted_rank = None if admission is None else admission.rank
@@ -91,8 +91,7 @@ class Scheduler:
         self.deadlines = Deadlines(settings.patience_margin_s, settings.patience_ratio)
         self.limits = Limits(book, settings, self.knowledge.idle_limit_s, LEAST_IDLE_LIMIT_S)
         self.view = view = SchedulerView(book, provisions_replicas=settings.provisions_replicas)
-        observes_all = getattr(policy, "observes_all", True)
-        self.stream = Stream(book, self.knowledge, view, getattr(policy, "observe", None), observes_all=observes_all)
+        self.stream = Stream(book, self.knowledge, view, policy.observers(), observes_all=policy.observes_all)
         self.global_policies = GlobalPolicies(policy, book, view)
         self.core = core = Core(
             policy,
@@ -145,8 +144,9 @@ class Scheduler:
 
     def learned(self) -> LearnedRecord:
         """Return all that was learned, including the policy's order."""
-        learned, export = self.knowledge.export(), getattr(getattr(self.policy, "order", None), "export", None)
-        return learned if export is None else replace(learned, lengths=export())
+        learned, order = self.knowledge.export(), self.policy.order
+        lengths = None if order is None else order.export()
+        return learned if lengths is None else replace(learned, lengths=lengths)
 
     def handle(self, event: Event) -> list[Decision]:
         """Handle one event; return the decisions in the order in which they were made.

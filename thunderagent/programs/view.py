@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 from thunderagent.programs.book.book import Book
 from thunderagent.programs.book.replica import Replica
-from thunderagent.programs.model.advice.routes import Scope
+from thunderagent.programs.model.advice.routes import RouteView, Scope
 from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.model.fleet_events import SandboxSums
 from thunderagent.programs.model.places import Kind
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.records.signals import Signal
-from thunderagent.programs.model.views import ProgramView, ReplicaView, RouteView, SandboxSums
+from thunderagent.programs.policy import ProgramView, ReplicaView
 from thunderagent.programs.verbs.global_policy import waits
 
 if TYPE_CHECKING:

@@ -27,10 +27,9 @@ from thunderagent.programs.model.decisions import (
 )
 from thunderagent.programs.model.events import TurnArrived
 from thunderagent.programs.model.fleet_events import ProvisionAsked, ReplicaKilled
-from thunderagent.programs.model.policy import Moment
 from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.view import View
 from thunderagent.programs.policies.composed import Composed, ControlChain
+from thunderagent.programs.policy import GlobalPolicy, Moment, View
 from thunderagent.programs.rules.routes import Routes
 from thunderagent.programs.verbs.global_policy import NEWLY_WAITING_COUNT
 from thunderagent.programs.verbs.leases import PRIORITY_STEP, engine_priority
@@ -43,7 +42,7 @@ def by_memory(**replicas: int) -> Driver:
 
 
 @dataclass
-class Doing:
+class Doing(GlobalPolicy):
     """A global policy that does what a test wants, once in `period_s`."""
 
     what: Callable[[View], None] = lambda view: None

@@ -23,15 +23,13 @@ from thunderagent.programs.model.decisions import (
 from thunderagent.programs.model.events import Tick, TurnAbandoned, TurnAdopted, TurnArrived
 from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
 from thunderagent.programs.model.places import Phase, Status
-from thunderagent.programs.model.policy import ClaimRules, Moment, Placement, Policy
 from thunderagent.programs.model.settings import SchedulerSettings
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import ProgramView, ReplicaView
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.policies.baselines.passthrough import Passthrough
 from thunderagent.programs.policies.baselines.sticky import Sticky
 from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.policies.papers.thunderagent import ThunderAgent
+from thunderagent.programs.policy import ClaimRules, Moment, Placement, Policy, ProgramView, ReplicaView, View
 from thunderagent.programs.scheduler import Scheduler
 
 PLAIN = ClaimRules()
@@ -683,7 +681,7 @@ def test_no_client_teaches_that_a_byte_is_worth_nothing_or_a_lot(told_tokens: in
 
 
 @dataclass(frozen=True, slots=True)
-class Stubborn:
+class Stubborn(Policy):
     """A policy that insists on one replica, usable or not, and proposes everything that is illegal."""
 
     replica_id: str

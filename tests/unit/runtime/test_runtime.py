@@ -27,12 +27,10 @@ from thunderagent.programs.invariants import check
 from thunderagent.programs.model.decisions import Decision, Grant, Hold, Reason, Release, Restore
 from thunderagent.programs.model.events import Event, TurnArrived, TurnFinished
 from thunderagent.programs.model.fleet_events import ReplicaPolled
-from thunderagent.programs.model.policy import Placement, Policy
 from thunderagent.programs.model.settings import SchedulerSettings
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import ProgramView, ReplicaView
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.policies.papers.thunderagent import ThunderAgent
+from thunderagent.programs.policy import Placement, Policy, ProgramView, ReplicaView, View
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.runtime import Runtime, RuntimeSettings
 from thunderagent.runtime.event_log import EventLogWriter, read_events

@@ -13,10 +13,10 @@ from thunderagent.programs.handlers.lives import Lives
 from thunderagent.programs.model.decisions import HOME, Hold, Reason, Reject
 from thunderagent.programs.model.events import PinnedTurnArrived, PrefixCut, TurnAdopted, TurnArrived
 from thunderagent.programs.model.places import ACTING, LEAVING, Kind
-from thunderagent.programs.model.policy import Moment
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.records.limits import ProgramLimits, least_of
 from thunderagent.programs.model.turn import Branch, Turn
+from thunderagent.programs.policy import Moment
 from thunderagent.programs.rules.routes import serving
 
 
@@ -34,7 +34,7 @@ class Arrivals:
         self._core = core
         self._lives = lives
         self._anonymous = anonymous
-        self._stays_home: bool = getattr(core.policy, "stays_home", False)
+        self._stays_home: bool = core.policy.stays_home
         """Whether the policy keeps an active program on its replica whenever that grants: then it is not asked."""
 
     def handlers(self) -> dict[type[Any], Callable[[Any], None]]:

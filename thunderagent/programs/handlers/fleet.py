@@ -31,8 +31,8 @@ from thunderagent.programs.model.fleet_events import (
     WorkPolled,
 )
 from thunderagent.programs.model.places import Kind
-from thunderagent.programs.model.policy import Moment
 from thunderagent.programs.model.verdict import KEEPING_USED_RATIO, STATES, Keeping, ReplicaState
+from thunderagent.programs.policy import Moment
 from thunderagent.programs.rules.tenants import Tenants
 
 PROMPT_S: Final = 0.25
@@ -102,9 +102,8 @@ class Fleet:
     def _knowledge_loaded(self, event: KnowledgeLoaded) -> None:
         core, book = self._core, self._core.book
         core.knowledge.adopt(event.learned)
-        adopt = getattr(getattr(core.policy, "order", None), "adopt", None)
-        if adopt is not None and event.learned.lengths is not None:
-            adopt(event.learned.lengths)
+        if core.policy.order is not None and event.learned.lengths is not None:
+            core.policy.order.adopt(event.learned.lengths)
         changed = [replica for replica in book.replicas.values() if self._take_correction(replica)]
         for replica in changed:
             book.changes(replica)

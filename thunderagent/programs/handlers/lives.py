@@ -19,14 +19,13 @@ from thunderagent.programs.model.events import (
     ToolStarted,
     TurnArrived,
 )
-from thunderagent.programs.model.fleet_events import SandboxesMeasured, SandboxFailed, SandboxReady
+from thunderagent.programs.model.fleet_events import SandboxesMeasured, SandboxFailed, SandboxReady, SandboxSums
 from thunderagent.programs.model.places import Kind, Phase
-from thunderagent.programs.model.policy import Moment
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.records.kept import ProgramRecord
 from thunderagent.programs.model.records.limits import ProgramLimits
 from thunderagent.programs.model.settings import SchedulerSettings
-from thunderagent.programs.model.views import SandboxSums
+from thunderagent.programs.policy import Moment
 
 MOST_HALVINGS: Final = 30
 

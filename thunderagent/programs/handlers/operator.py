@@ -16,8 +16,8 @@ from thunderagent.programs.model.fleet_events import (
     ReplicaKilled,
     RouteSet,
 )
-from thunderagent.programs.model.policy import Moment
 from thunderagent.programs.operations import Operations
+from thunderagent.programs.policy import Moment
 
 
 class Operator:

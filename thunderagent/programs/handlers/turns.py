@@ -16,9 +16,9 @@ from thunderagent.programs.model.events import (
     TurnStarted,
     TurnUnverified,
 )
-from thunderagent.programs.model.policy import Moment
 from thunderagent.programs.model.turn import Turn, TurnEnded
 from thunderagent.programs.model.verdict import KEEPING_USED_RATIO, TURN_VERDICTS, TurnVerdict
+from thunderagent.programs.policy import Moment
 
 _TURN_ENDED: Final = Moment.TURN_ENDED
 

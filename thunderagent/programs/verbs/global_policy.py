@@ -10,9 +10,8 @@ from math import inf
 from typing import Final
 
 from thunderagent.programs.book.book import Book
-from thunderagent.programs.model.policy import GlobalPolicy, Policy
 from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.view import View
+from thunderagent.programs.policy import GlobalPolicy, Policy, View
 
 NEWLY_WAITING_COUNT: Final = 8192
 """A global policy hears of at most this many newly waiting programs in one period; of the others in the next ones.
@@ -27,11 +26,10 @@ class GlobalPolicies:
 
     def __init__(self, policy: Policy, book: Book, view: View) -> None:
         """Ask the global policy of `policy`, if any, at the next tick."""
-        chosen: GlobalPolicy | None = getattr(policy, "global_policy", None)
+        chosen = policy.global_policy
         self.name = None if chosen is None else chosen.name
         """Their name; None without one."""
-        chained: Sequence[GlobalPolicy] = getattr(chosen, "policies", () if chosen is None else (chosen,))
-        self._asked = [_Asked(each) for each in chained]
+        self._asked = [] if chosen is None else [_Asked(each) for each in chosen.chained()]
         self._book = book
         self._view = view
         self.changes_count = 0

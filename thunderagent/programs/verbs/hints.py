@@ -25,11 +25,9 @@ from thunderagent.programs.learned.trust import RIGHT
 from thunderagent.programs.model.advice.hints import DROP, OFFLOAD, RETAIN, Hint
 from thunderagent.programs.model.events import ProgramHinted
 from thunderagent.programs.model.places import Kind, Phase
-from thunderagent.programs.model.policy import HINT_RATIO, Moment
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.turn import MAIN_BRANCH
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import ProgramView
+from thunderagent.programs.policy import Moment, ProgramView, View
 
 if TYPE_CHECKING:
     from thunderagent.programs.core import Core
@@ -52,9 +50,11 @@ class Hints:
     def __init__(self, core: Core) -> None:
         """Work on the parts of `core`."""
         self._core = core
-        self.threshold_s: Callable[[View, ProgramView], float] | None = getattr(core.policy, "hold_threshold_s", None)
+        self.threshold_s: Callable[[View, ProgramView], float] | None = (
+            core.policy.hold_threshold_s if core.policy.holds_by_cost else None
+        )
         """For how long holding a program pays; None if the policy does not say."""
-        self._hint_ratio: float = getattr(core.policy, "hint_ratio", HINT_RATIO)
+        self._hint_ratio: float = core.policy.hint_ratio
 
     def take(self, event: ProgramHinted) -> None:
         """Take a hint; it counts from now, or from the end of the turns that are here."""

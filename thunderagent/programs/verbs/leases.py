@@ -8,10 +8,9 @@ from typing import Final
 from thunderagent.programs.book.book import Book
 from thunderagent.programs.book.replica import Replica
 from thunderagent.programs.model.decisions import Grant, Reason
-from thunderagent.programs.model.policy import EnginePriority, least_loaded
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.turn import Turn
-from thunderagent.programs.model.view import View
+from thunderagent.programs.policy import EnginePriority, View, least_loaded
 from thunderagent.programs.rules.patience import Deadlines
 from thunderagent.programs.verbs.stream import Stream
 

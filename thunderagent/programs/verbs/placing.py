@@ -13,10 +13,8 @@ from collections.abc import Sequence
 from thunderagent.programs.book.book import Book
 from thunderagent.programs.book.replica import Replica
 from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.policy import Policy
 from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import ReplicaView
+from thunderagent.programs.policy import Policy, ReplicaView, View
 from thunderagent.programs.rules.families import Families, family_of
 from thunderagent.programs.rules.routes import serving
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from thunderagent.programs.book.book import Book
 from thunderagent.programs.learned.knowledge import Knowledge
-from thunderagent.programs.model.policy import Observe
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.records.signals import (
     GpuEnd,
@@ -19,7 +18,7 @@ from thunderagent.programs.model.records.signals import (
     ToolStart,
 )
 from thunderagent.programs.model.turn import Turn
-from thunderagent.programs.model.view import View
+from thunderagent.programs.policy import Observe, View
 
 Listener = Callable[[Signal], None]
 
@@ -27,19 +26,19 @@ Listener = Callable[[Signal], None]
 class Stream:
     """The information stream of one scheduler."""
 
-    __slots__ = ("_book", "_knowledge", "_listeners", "_observe", "_observes_all", "_view", "flows", "flows_whole")
+    __slots__ = ("_book", "_knowledge", "_listeners", "_observers", "_observes_all", "_view", "flows", "flows_whole")
 
     def __init__(
-        self, book: Book, knowledge: Knowledge, view: View, observe: Observe | None, *, observes_all: bool
+        self, book: Book, knowledge: Knowledge, view: View, observers: Sequence[Observe], *, observes_all: bool
     ) -> None:
-        """Start without listeners; the policy may `observe` through its `view`: all signals, or only turns and ends."""
+        """Start without listeners; `observers` of the policy hear, with its `view`, all signals, or turns and ends."""
         self._book = book
         self._knowledge = knowledge
-        self._observe = observe
+        self._observers = tuple(observers)
         self._listeners: tuple[Listener, ...] = ()
         self._view = view
-        self._observes_all = observe is not None and observes_all
-        self.flows = observe is not None
+        self._observes_all = bool(observers) and observes_all
+        self.flows = bool(observers)
         """Whether anybody wants signals of turns and of programs' ends: check before making one."""
         self.flows_whole = self._observes_all
         """Whether anybody wants signals of tools and of first tokens, too."""
@@ -51,15 +50,15 @@ class Stream:
 
         def stop() -> None:
             self._listeners = tuple(other for other in self._listeners if other is not listener)
-            self.flows = self._observe is not None or bool(self._listeners)
+            self.flows = bool(self._observers) or bool(self._listeners)
             self.flows_whole = self._observes_all or bool(self._listeners)
 
         return stop
 
     def send(self, signal: Signal) -> None:
         """Send a signal to the policy and to listeners."""
-        if self._observe is not None:
-            self._observe(self._view, signal)
+        for observe in self._observers:
+            observe(self._view, signal)
         for listener in self._listeners:
             listener(signal)
 

@@ -8,9 +8,9 @@ from typing import Self
 
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import Setting, load_policy, parse_setting
-from thunderagent.programs.model.policy import Policy
 from thunderagent.programs.policies import PARTS
 from thunderagent.programs.policies.fitting import Fitting
+from thunderagent.programs.policy import Policy
 from thunderagent.simulator.comparison.oracle import Oracle
 from thunderagent.simulator.figures.bounds import Bounds, turn_shapes
 from thunderagent.simulator.figures.figures import RunResult

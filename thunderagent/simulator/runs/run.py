@@ -41,7 +41,7 @@ from thunderagent.programs.model.events import (
 )
 from thunderagent.programs.model.fleet_events import ReplicaDown, ReplicaPolled, ReplicaUp, TierPolled, TurnLimited
 from thunderagent.programs.model.places import Status
-from thunderagent.programs.model.policy import Policy
+from thunderagent.programs.policy import Policy
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.simulator.engine.records import FinishedRequest
 from thunderagent.simulator.figures.figures import RunResult

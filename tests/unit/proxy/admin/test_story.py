@@ -10,11 +10,11 @@ from tests.builders import Driver, grew
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.model.events import ProgramReleased, TurnArrived, TurnFinished
 from thunderagent.programs.model.fleet_events import ReplicaDown
-from thunderagent.programs.model.policy import Policy
 from thunderagent.programs.policies import POLICIES
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.policies.baselines.ttl import Ttl
 from thunderagent.programs.policies.breakeven import BreakEven
+from thunderagent.programs.policy import Policy
 from thunderagent.proxy.admin.story import ProgramStoryReport, WaitingReport, program_story
 from thunderagent.runtime import Runtime
 

@@ -24,11 +24,11 @@ from thunderagent.programs.model.events import (
     TurnStarted,
 )
 from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
-from thunderagent.programs.model.policy import Policy
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.policies.baselines.passthrough import Passthrough
 from thunderagent.programs.policies.baselines.sticky import Sticky
 from thunderagent.programs.policies.papers.thunderagent import ThunderAgent
+from thunderagent.programs.policy import Policy
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.simulator.engine.records import EngineConfig
 from thunderagent.simulator.engine.timing import TimingProfile, profile
