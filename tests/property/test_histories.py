@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, cast
@@ -65,6 +65,11 @@ class Watched:
         return answer
 
 
+def names_of(told: Any) -> tuple[str, ...]:
+    """Return the names of the fields of an event or a decision."""
+    return tuple(field.name for field in fields(told)) if is_dataclass(told) else told.__struct_fields__
+
+
 def history_of(name: str, number: int, watched: Callable[[Policy], Policy] = lambda policy: policy) -> History:
     """Return a history under a combination, before it runs."""
     settings = dict(POLICY_SETTINGS[name])
@@ -95,7 +100,7 @@ def decided(name: str, number: int) -> str:
     digest = sha256()
     for event, decisions in history_of(name, number).record(THINGS_COUNT).events:
         for told in (event, *decisions):
-            values = [str(getattr(told, field.name)) for field in fields(told)]
+            values = [str(getattr(told, name)) for name in names_of(told)]
             digest.update(f"{type(told).__name__} {values}\n".encode())
     return digest.hexdigest()
 

@@ -6,16 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
+from thunderagent.programs.messages import TurnAsk
 from thunderagent.programs.model.events import (
     Event,
-    PinnedTurnArrived,
     ProgramCrowdedOut,
     ProgramJudged,
     ProgramOpened,
     ProgramReleased,
     ProgramsReleased,
     TurnAdopted,
-    TurnArrived,
 )
 from thunderagent.programs.model.fleet_events import ModelAsked, ProvisionAsked, RouteSet, TurnLimited
 
@@ -38,8 +39,10 @@ def addressed(pools: Pools, event: Event) -> Sequence[Addressed]:
     return [(pool, event) for pool in told]
 
 
-def _arrival(pools: Pools, event: TurnArrived) -> Sequence[Addressed]:
+def _arrival(pools: Pools, event: TurnAsk) -> Sequence[Addressed]:
     """Route a turn to its pool. A program that begins there keeps its tenant and group from the other pools."""
+    if event.pinned_replica_id is not None:
+        return [(pools.of_replica(event.pinned_replica_id), event)]
     pool, program_id = pools.destination(event.turn_id), event.program_id
     if program_id is None or program_id in pool.scheduler.programs:
         return [(pool, event)]
@@ -47,7 +50,7 @@ def _arrival(pools: Pools, event: TurnArrived) -> Sequence[Addressed]:
     if hopeless is not None:
         return [(hopeless, event)]
     for known in pools.incarnations(program_id):
-        event = replace(
+        event = structs.replace(
             event,
             tenant=event.tenant or known.tenant,
             group_id=event.group_id or (known.group.group_id if known.group is not None else ""),
@@ -69,7 +72,7 @@ def _opening(pools: Pools, event: ProgramOpened) -> Sequence[Addressed]:
     return [*_making_room(pools, pools.all[0], event), (pools.all[0], event)]
 
 
-def _making_room(pools: Pools, pool: Pool, event: TurnArrived | ProgramOpened) -> Sequence[Addressed]:
+def _making_room(pools: Pools, pool: Pool, event: TurnAsk | ProgramOpened) -> Sequence[Addressed]:
     """Make another pool forget a program if the total is at its limit and this pool has none to forget."""
     limits = pool.scheduler.limits
     if not limits.is_full(event.tenant, opens=True) or limits.whom_to_forget(event.tenant) is not None:
@@ -126,8 +129,7 @@ def _provision(pools: Pools, event: ProvisionAsked) -> Sequence[Addressed]:
 
 
 _TOLD: dict[type[Any], Callable[[Pools, Any], Sequence[Addressed]]] = {
-    TurnArrived: _arrival,
-    PinnedTurnArrived: lambda pools, event: [(pools.of_replica(event.replica_id), event)],
+    TurnAsk: _arrival,
     TurnAdopted: lambda pools, event: [(pools.of_replica(event.replica_id), event)],
     ProgramOpened: _opening,
     ProgramReleased: _release,

@@ -156,6 +156,10 @@ class Policy(Part, ABC):
         """
         return 0.0
 
+    def kept_tokens(self, view: View, program: ProgramView, replica: ReplicaView) -> float:  # noqa: ARG002 - as above
+        """Return what it would keep free on a replica if a program came there, for the answer to why that waits."""
+        return 0.0
+
     @property
     def holds_by_cost(self) -> bool:
         """Whether it has a `hold_threshold_s` of its own."""

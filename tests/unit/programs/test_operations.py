@@ -11,6 +11,7 @@ import pytest
 from tests.builders import Driver, of_kind, restored_on
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.learned.capacity import BLOCK_TOKENS
+from thunderagent.programs.messages import TurnAsk
 from thunderagent.programs.model.advice.routes import Route, Scope
 from thunderagent.programs.model.decisions import (
     EndReplica,
@@ -25,7 +26,6 @@ from thunderagent.programs.model.decisions import (
     SetRoute,
     Unmark,
 )
-from thunderagent.programs.model.events import TurnArrived
 from thunderagent.programs.model.fleet_events import ProvisionAsked, ReplicaKilled
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.policies.composed import Composed, ControlChain
@@ -606,7 +606,7 @@ def test_a_global_policy_hears_of_a_burst_in_parts() -> None:
     heard.clear()
     names = [f"b{number}" for number in range(NEWLY_WAITING_COUNT + 4)]
     for turn_id, name in enumerate(names, 1000):  # checked once for all: each check costs as much
-        driver.scheduler.handle(TurnArrived(driver.now_s, turn_id, name, prompt_bytes=4000))
+        driver.scheduler.handle(TurnAsk(now_s=driver.now_s, turn_id=turn_id, program_id=name, prompt_bytes=4000))
     driver.is_abandoned(1000)
     driver.releases("b2")
     driver.is_abandoned(1000 + NEWLY_WAITING_COUNT + 2)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from thunderagent.programs.core import Core
+from thunderagent.programs.messages import ProgramLimits, TurnAsk
 from thunderagent.programs.model.advice.verdicts import OUTCOMES, Level, Verdict
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.events import (
@@ -17,13 +18,11 @@ from thunderagent.programs.model.events import (
     ProgramsReleased,
     ToolEnded,
     ToolStarted,
-    TurnArrived,
 )
 from thunderagent.programs.model.fleet_events import SandboxesMeasured, SandboxFailed, SandboxReady, SandboxSums
 from thunderagent.programs.model.places import Kind, Phase
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.records.kept import ProgramRecord
-from thunderagent.programs.model.records.limits import ProgramLimits
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.policy import Moment
 
@@ -77,7 +76,7 @@ class Lives:
         self._core.balance(Moment.PROGRAM_ENDED)
         return True
 
-    def open(self, event: TurnArrived | ProgramOpened | ProgramRecord, program_id: str) -> Program:
+    def open(self, event: TurnAsk | ProgramOpened | ProgramRecord, program_id: str) -> Program:
         """Open a program, without placing a turn."""
         program = self._core.book.open(program_id, event.tenant)
         self._core.limits.opened(program)
@@ -88,7 +87,7 @@ class Lives:
             program.program_limits = ProgramLimits(*event.limits)
         return program
 
-    def announced_begins(self, program: Program, event: TurnArrived) -> None:
+    def announced_begins(self, program: Program, event: TurnAsk) -> None:
         """Record what the first turn says of a program that was announced without one."""
         book, families = self._core.book, self._core.families
         program.opened_s = book.now_s

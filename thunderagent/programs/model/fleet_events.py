@@ -7,9 +7,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from thunderagent.programs.messages import ProgramLimits
 from thunderagent.programs.model.advice.routes import Targets
 from thunderagent.programs.model.records.learned import LearnedRecord
-from thunderagent.programs.model.records.limits import ProgramLimits
 
 BACKPRESSURE = "backpressure"
 """The cause for which a replica that says it is full grants nothing: its engine goes on with what it has."""

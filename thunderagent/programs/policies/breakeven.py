@@ -173,6 +173,10 @@ class BreakEven(Policy):
         """Return what a lost token is worth in seconds of holding, as planned, times `hold_ratio`."""
         return float(self.rules.hold_threshold_s(view, program))
 
+    def kept_tokens(self, view: View, program: ProgramView, replica: ReplicaView) -> float:
+        """Return what must stay free there: above the watermark, and for growth."""
+        return float(self.rules.kept_tokens(view, program, replica))
+
     def pause_rank(self, program: ProgramView) -> float:
         """Rank the youngest first, and the last of a group last."""
         return inf if program.is_last_of_group else -program.opened_s

@@ -197,6 +197,10 @@ class Composed(Policy):
         """Return that of the base."""
         return self.base.hold_threshold_s(view, program)
 
+    def kept_tokens(self, view: View, program: ProgramView, replica: ReplicaView) -> float:
+        """Return what the base would."""
+        return self.base.kept_tokens(view, program, replica)
+
     def place(self, view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
         """Place as the base does."""
         return self.base.place(view, program, candidates)

@@ -93,7 +93,7 @@ class Contestant:
         """
         policy, foresight = self.prepare(scenario, workload)
         scenario = replace(scenario, engines_drop=scenario.engines_drop or self.name == ORACLE)
-        if getattr(policy, "priority", None) is not None and scenario.engine.scheduling_policy == "fcfs":
+        if policy.priority is not None and scenario.engine.scheduling_policy == "fcfs":
             scenario = replace(scenario, engine=replace(scenario.engine, scheduling_policy="priority"))
         return simulate(scenario, workload, policy, on_progress=on_progress, foresight=foresight)
 
