@@ -7,10 +7,12 @@ always give the same decisions, on a server, in a simulation, and in a replay of
 
 Each event does three things, in this order:
 
-1. A handler (`handlers/`) books what happened, and asks at most for a place: where may the program of an arrived turn
-   be active now? The policy answers (`place`), and the core checks the answer; if nowhere, the program waits.
-2. If the event may have freed room, or time has passed, the core *balances*: it admits programs, asks about those that
-   wait for one replica, and lets the policy make proposals. The view checks each proposal and carries it out at once.
+1. A handler (`handlers/`) books what happened, and returns why a balance is due, if one is. It asks at most for a
+   place: where may the program of an arrived turn be active now? The policy answers (`place`), and the core checks the
+   answer; if nowhere, the program waits.
+2. If one is due, because the event may have freed room, or time has passed, the core *balances*: it admits programs,
+   asks about those that wait for one replica, and lets the policy make proposals. The view checks each proposal and
+   carries it out at once.
 3. The rules *settle* what applies under every policy (`rules/`): turns whose clients would give up are let in, and
    turns of programs whose parents wait for them; what tenants had is counted.
 
@@ -113,7 +115,7 @@ class Scheduler:
         anonymous = Anonymous(core)
         self._lives = Lives(core, settings)
         self.refused_ids = self._lives.refused_ids
-        self._handlers: dict[type[Any], Callable[[Any], None]] = {
+        self._handlers: dict[type[Any], Callable[[Any], Moment | None]] = {
             TurnDue: self._turn_due,
             Tick: self._tick,
             **Arrivals(core, self._lives, anonymous).handlers(),
@@ -164,7 +166,11 @@ class Scheduler:
             self.tenants.advance(now_s)
         decisions = book.decisions = []
         core.active_before_count = book.active_count
-        self._handlers[type(event)](event)
+        due = self._handlers[type(event)](event)
+        if due is not None:
+            core.balance(due)
+            if type(event) is Tick:
+                self._tick_ends()
         for rule in self._rules:
             if rule.due_s <= now_s:
                 rule.settle(core)
@@ -196,7 +202,7 @@ class Scheduler:
     def _turn_due(self, event: TurnDue) -> None:
         """Do nothing: the rules, which follow every event, grant the turn that is due."""
 
-    def _tick(self, event: Tick) -> None:  # noqa: ARG002 - its time was taken in already
+    def _tick(self, event: Tick) -> Moment:  # noqa: ARG002 - its time was taken in already
         self._pace.accrue(self.book.now_s, waiting=self._pace.waiting)
         self.families.look_again()
         self.limits.enforce(self.core)
@@ -204,9 +210,12 @@ class Scheduler:
             self._correct_capacities()
         if self._plans:
             self._plan_holding()
-        self.core.balance(Moment.TICK)
+        return Moment.TICK
+
+    def _tick_ends(self) -> None:
+        """Ask the global policies, and balance where they changed anything."""
         if self.global_policies.decide():
-            self.core.balance(Moment.TURN_ENDED)  # where it changed anything
+            self.core.balance(Moment.TURN_ENDED)
         self.view.previous_tick_s = self.book.now_s
 
     def _correct_capacities(self) -> None:

@@ -37,31 +37,31 @@ class Arrivals:
         self._stays_home: bool = core.policy.stays_home
         """Whether the policy keeps an active program on its replica whenever that grants: then it is not asked."""
 
-    def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
-        """Return the handler of each event type."""
+    def handlers(self) -> dict[type[Any], Callable[[Any], Moment | None]]:
+        """Return the handler of each event type; it returns why a balance is due, or None."""
         return {
             TurnAsk: self._turn_arrived,
             TurnAdopted: self._turn_adopted,
         }
 
-    def _turn_arrived(self, event: TurnAsk) -> None:
+    def _turn_arrived(self, event: TurnAsk) -> Moment | None:
         turns, turn_ends = self._core.book.turns, self._core.turn_ends
         assert event.turn_id not in turns, f"turn {event.turn_id} arrives twice"
         if event.pinned_replica_id is not None:
             self._anonymous.pinned_arrived(event, event.pinned_replica_id)
-            return
+            return None
         earlier = turns.get(event.supersedes_id) if event.supersedes_id is not None else None
+        any_ended = False
         if event.program_id is None:
             self._anonymous.arrived(event)
         else:
             if earlier is not None and self._keeps_its_program(earlier, event):
                 turn_ends.drop(earlier, "superseded")
-            children_ended = bool(self._core.families) and self._lives.parent_goes_on(event.program_id)
-            self._turn_of_program_arrived(event, event.program_id, earlier)
-            if children_ended:
-                self._core.balance(Moment.PROGRAM_ENDED)
+            any_ended = bool(self._core.families) and self._lives.parent_goes_on(event.program_id)
+            any_ended |= self._turn_of_program_arrived(event, event.program_id, earlier)
         if earlier is not None and earlier.turn_id in turns:  # done late, so that its program gives nothing up before
             turn_ends.drop(earlier, "superseded")
+        return Moment.PROGRAM_ENDED if any_ended else None
 
     def _keeps_its_program(self, earlier: Turn, event: TurnAsk) -> bool:
         """Return whether an attempt is in flight whose program must not stay when its next attempt arrives."""
@@ -72,26 +72,29 @@ class Arrivals:
 
     def _turn_of_program_arrived(  # noqa: C901, PLR0912 - each way a turn may end here
         self, event: TurnAsk, program_id: str, earlier: Turn | None, runs_on: Replica | None = None
-    ) -> None:
+    ) -> bool:
+        """Place an arrived turn, hold it or reject it; return whether its program ended by that."""
         core, book, lives = self._core, self._core.book, self._lives
         program = book.programs.get(program_id)
         if program is None and (refused_for := lives.refused_ids.get(program_id)) is not None:
             book.decisions.append(Reject(event.turn_id, program_id, refused_for))
-            return
+            return False
         limits = core.program_limits.asked(event.turn_id)
         if limits is not None or (program is not None and program.program_limits is not None):
             limits = least_of(None if program is None else program.program_limits, limits)
-            if runs_on is None and limits is not None and self._is_over_limits(event, limits, program, earlier):
-                return
+            if runs_on is None and limits is not None:
+                reason = self._why_over_limits(event, limits, program, earlier)
+                if reason is not None:
+                    return self._refuse(event, limits, program, reason)
         if program is None:
             if not lives.has_place(event.tenant):
                 book.decisions.append(Reject(event.turn_id, program_id, Reason.TOO_MANY_PROGRAMS))
-                return
+                return False
             program = lives.open(event, program_id)
         elif program.place is book.announced:
             if event.tenant and not program.tenant and not lives.has_place(event.tenant, opens=False):
                 book.decisions.append(Reject(event.turn_id, program_id, Reason.TOO_MANY_PROGRAMS))
-                return
+                return False
             lives.announced_begins(program, event)
         elif program.tool_runs:
             lives.tool_returned(program)
@@ -101,7 +104,7 @@ class Arrivals:
         if core.routing.routes:
             if not core.routing.routes.serve(program, core.routing.routes.asked(event.turn_id)):
                 self._anonymous.arrived(event)
-                return
+                return False
             core.routing.send(program)
         turn = self._new_turn(event, program, earlier)
         turn.prompt_tokens = program.estimate_prompt_tokens(turn, core.knowledge.tokens_per_byte_ratio)
@@ -113,27 +116,34 @@ class Arrivals:
             self._place_turn(program, turn, earlier)
         else:
             self._count_where_it_runs(program, turn, runs_on)
+        return False
 
-    def _is_over_limits(
+    def _why_over_limits(
         self, event: TurnAsk, limits: ProgramLimits, program: Program | None, earlier: Turn | None
-    ) -> bool:
-        """Refuse a turn past its program's limits; end the program if they say so, and it has no other turn."""
+    ) -> Reason | None:
+        """Return which limit of its program a turn is past; None if none."""
         core = self._core
         begun = None if program is None or program.place is core.book.announced else program
         again = begun is not None and (
             event.supersedes_id in begun.lost_turn_ids or (earlier is not None and earlier.program is begun)
         )
         role = event.role or event.branch_id
-        reason = core.program_limits.why_not(limits, begun, core.book.now_s, role, again=again)
-        if reason is None:
+        return core.program_limits.why_not(limits, begun, core.book.now_s, role, again=again)
+
+    def _refuse(self, event: TurnAsk, limits: ProgramLimits, program: Program | None, reason: Reason) -> bool:
+        """Reject a turn past its program's limits; end the program if they say so, and it has no other turn.
+
+        Return whether it ended.
+        """
+        book = self._core.book
+        book.decisions.append(Reject(event.turn_id, event.program_id, reason))
+        if program is None or program.place is book.announced:
             return False
-        core.book.decisions.append(Reject(event.turn_id, event.program_id, reason))
-        if begun is not None:
-            begun.program_limits = limits
-            begun.note(core.book.now_s, "refused", reason, begun.replica_id)
-            if limits.ends and not begun.in_flight and not begun.held:
-                self._lives.end_for_good(begun, reason)
-        return True
+        program.program_limits = limits
+        program.note(book.now_s, "refused", reason, program.replica_id)
+        if ends := limits.ends and not program.in_flight and not program.held:
+            self._lives.end_for_good(program, reason)
+        return ends
 
     def _share(self, program: Program, branch: Branch, prefix: tuple[PrefixCut, ...], prompt_tokens: float) -> None:
         """Note which parts of a prompt other programs may share."""

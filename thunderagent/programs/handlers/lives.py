@@ -42,8 +42,8 @@ class Lives:
         self.refused_ids: dict[str, Reason] = {}
         """Programs that were ended for good, judged hopeless or at a limit, and why; their turns are rejected."""
 
-    def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
-        """Return the handler of each event type."""
+    def handlers(self) -> dict[type[Any], Callable[[Any], Moment | None]]:
+        """Return the handler of each event type; it returns why a balance is due, or None."""
         return {
             ProgramOpened: self._program_opened,
             ProgramCrowdedOut: self._program_crowded_out,
@@ -73,7 +73,7 @@ class Lives:
         if oldest is None:
             return False
         self._core.end(oldest, Reason.FORGOTTEN)
-        self._core.balance(Moment.PROGRAM_ENDED)
+        self._core.balance(Moment.PROGRAM_ENDED)  # at once: those that wait come before the newcomer
         return True
 
     def open(self, event: TurnAsk | ProgramOpened | ProgramRecord, program_id: str) -> Program:
@@ -130,11 +130,11 @@ class Lives:
         core.book.resize(program)
         program.note(core.book.now_s, "opened", "", None)
 
-    def _program_crowded_out(self, event: ProgramCrowdedOut) -> None:
+    def _program_crowded_out(self, event: ProgramCrowdedOut) -> Moment | None:
         oldest = self._core.limits.whom_to_forget(event.tenant)
         if oldest is not None:
             self._core.end(oldest, Reason.FORGOTTEN)
-            self._core.balance(Moment.PROGRAM_ENDED)
+        return None if oldest is None else Moment.PROGRAM_ENDED
 
     # --- tools ------------------------------------------------------------------------------------------------------
 
@@ -193,17 +193,17 @@ class Lives:
 
     # --- judges -----------------------------------------------------------------------------------------------------
 
-    def _program_judged(self, event: ProgramJudged) -> None:
+    def _program_judged(self, event: ProgramJudged) -> Moment | None:
         core, program = self._core, self._core.book.programs.get(event.program_id)
         if program is None or event.generation != program.generation:
-            return
+            return None
         settings, verdicts = self._settings, program.verdicts
         if not verdicts.add(
             Verdict(event.turn_count, event.will_succeed, event.confidence_ratio),
             fail_count=settings.judge_fail_count,
             least_confidence_ratio=settings.judge_confidence_ratio,
         ):
-            return
+            return None
         assert verdicts.level is not None, "a verdict makes a level"
         core.knowledge.judge_record.level_counts[verdicts.level] += 1
         prediction = "success" if event.will_succeed else "failure"
@@ -211,8 +211,9 @@ class Lives:
         program.note(core.book.now_s, "judged", why, program.replica_id)
         if settings.judge_ends_hopeless and verdicts.level is Level.LOWEST:
             self.end_for_good(program, Reason.HOPELESS)
-        else:
-            core.book.rank_anew(program)
+            return Moment.PROGRAM_ENDED
+        core.book.rank_anew(program)
+        return None
 
     def end_for_good(self, program: Program, reason: Reason) -> None:
         """End a program, and reject its turns until it is released."""
@@ -220,7 +221,6 @@ class Lives:
         if len(self.refused_ids) > MAX_REFUSED_COUNT:
             del self.refused_ids[next(iter(self.refused_ids))]
         self._core.end(program, reason)
-        self._core.balance(Moment.PROGRAM_ENDED)
 
     # --- sandboxes --------------------------------------------------------------------------------------------------
 
@@ -241,21 +241,21 @@ class Lives:
 
     # --- end --------------------------------------------------------------------------------------------------------
 
-    def _program_released(self, event: ProgramReleased) -> None:
+    def _program_released(self, event: ProgramReleased) -> Moment | None:
         self.refused_ids.pop(event.program_id, None)
         program = self._core.book.programs.get(event.program_id)
         if program is None or event.generation not in (None, program.generation):
-            return
+            return None
         if event.outcome in OUTCOMES:
             record = self._core.knowledge.judge_record
             record.program_ended(event.outcome, program.verdicts.first_failure_turn_count)
         self._core.end(program, Reason.RELEASED)
-        self._core.balance(Moment.PROGRAM_ENDED)
+        return Moment.PROGRAM_ENDED
 
-    def _programs_released(self, event: ProgramsReleased) -> None:
+    def _programs_released(self, event: ProgramsReleased) -> Moment:
         for program_id in event.program_ids:
             self.refused_ids.pop(program_id, None)
             program = self._core.book.programs.get(program_id)
             if program is not None:
                 self._core.end(program, Reason.RELEASED)
-        self._core.balance(Moment.PROGRAM_ENDED)
+        return Moment.PROGRAM_ENDED

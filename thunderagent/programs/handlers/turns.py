@@ -24,8 +24,8 @@ class Turns:
         self._core = core
         self._lives = lives
 
-    def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
-        """Return the handler of each event type."""
+    def handlers(self) -> dict[type[Any], Callable[[Any], Moment | None]]:
+        """Return the handler of each event type; it returns why a balance is due, or None."""
         return {
             TurnUnverified: self._turn_unverified,
             TurnStarted: self._turn_started,
@@ -71,16 +71,16 @@ class Turns:
             turn.output_tokens = event.output_tokens
         self._core.book.resize(turn.program)
 
-    def _turn_ended(self, event: TurnEnd) -> None:
+    def _turn_ended(self, event: TurnEnd) -> Moment | None:
         turn = self._core.book.turns.get(event.turn_id)
         if turn is None:
-            return
+            return None
         if event.outcome == "finished":
-            self._turn_finished(turn, event)
-        else:
-            self._turn_lost(turn, event.outcome)
+            return self._turn_finished(turn, event)
+        self._turn_lost(turn, event.outcome)
+        return _TURN_ENDED
 
-    def _turn_finished(self, turn: Turn, event: TurnEnd) -> None:
+    def _turn_finished(self, turn: Turn, event: TurnEnd) -> Moment:
         core, book = self._core, self._core.book
         prompt_tokens = turn.prompt_tokens if event.prompt_tokens is None else event.prompt_tokens
         output_tokens = turn.output_tokens if event.output_tokens is None else event.output_tokens
@@ -102,8 +102,7 @@ class Turns:
         if program is None:
             del book.turns[turn.turn_id]
             core.turn_ends.end_anonymous(turn)
-            core.balance(_TURN_ENDED)
-            return
+            return _TURN_ENDED
         if core.stream.flows:
             cached_tokens = turn.resident_tokens if event.cached_tokens is None else event.cached_tokens
             whole_tokens = prompt_tokens + output_tokens
@@ -128,8 +127,8 @@ class Turns:
             limit = core.program_limits.why_ended(program, book.now_s)
             if limit is not None:
                 self._lives.end_for_good(program, limit)
-                return
-        core.balance(_TURN_ENDED)
+                return Moment.PROGRAM_ENDED
+        return _TURN_ENDED
 
     def _learn_from(self, ended: TurnEnded) -> None:
         """Learn from a finished turn, and from what was lost of it."""
@@ -164,4 +163,3 @@ class Turns:
         if outcome == "abandoned" and turn.program is not None and not turn.verdict_cause:
             turn.program.verdict.ended(TurnVerdict.CLIENT_LEFT, "", None, turn.branch_id, turn.prompt_bytes)
         self._core.turn_ends.drop(turn, outcome)
-        self._core.balance(_TURN_ENDED)

@@ -56,21 +56,23 @@ class Hints:
         """For how long holding a program pays; None if the policy does not say."""
         self._hint_ratio: float = core.policy.hint_ratio
 
-    def take(self, event: ProgramHinted) -> None:
-        """Take a hint; it counts from now, or from the end of the turns that are here."""
+    def take(self, event: ProgramHinted) -> Moment | None:
+        """Take a hint; it counts from now, or from the end of the turns that are here.
+
+        Return why a balance is due, if one is.
+        """
         core, book = self._core, self._core.book
         program = book.programs.get(event.program_id)
         if program is None:
-            return
+            return None
         core.knowledge.hints.taken_counts[event.keep] += 1
         if event.keep == DROP and event.branch_id != MAIN_BRANCH:
-            self._drop_branch(program, event.branch_id)
-            return
+            return self._drop_branch(program, event.branch_id)
         hint = Hint(event.next_turn_in_s, event.confidence_ratio, event.keep)
         program.note(book.now_s, "hinted", hint.words, program.replica_id)
         before, program.hint = program.hint, hint
         if program.place.phase is not Phase.ACTING:
-            return
+            return None
         if before is not None and before.given_s is not None:
             hint.since_s, hint.measured = before.since_s, before.measured
             own_until_s = before.own_until_s
@@ -80,8 +82,7 @@ class Hints:
         hint.given_s = book.now_s
         hold_until_s, keeps = self.hold_until_s(program, hint, own_until_s)
         self._hold(program, hold_until_s, keeps=keeps)
-        if program.place.kind is Kind.ACTING and hold_until_s <= book.now_s:
-            core.balance(Moment.TURN_ENDED)
+        return Moment.TURN_ENDED if program.place.kind is Kind.ACTING and hold_until_s <= book.now_s else None
 
     def _hold(self, program: Program, hold_until_s: float, *, keeps: bool) -> None:
         """Hold a program's claim until then, if it has one."""
@@ -162,20 +163,20 @@ class Hints:
             why = f"{outcome}: the turn came after {came_s:.1f} s"
             program.note(self._core.book.now_s, "hint was", why, program.replica_id)
 
-    def _drop_branch(self, program: Program, branch_id: str) -> None:
+    def _drop_branch(self, program: Program, branch_id: str) -> Moment | None:
         """Treat a branch without a turn as ended."""
         core, book = self._core, self._core.book
         turns = (*program.in_flight.values(), *program.held.values())
         busy = any(turn.branch_id == branch_id for turn in turns)
         if busy or branch_id not in program.branches:
-            return
+            return None
         core.turn_ends.leave_prefixes(program, [program.branches.pop(branch_id)])
         program.note(book.now_s, "hinted", f"{DROP} {branch_id}", program.replica_id)
         book.resize(program)
         if program.place.active:
-            core.balance(Moment.TURN_ENDED)
-        else:
-            program.place.rank(program)
+            return Moment.TURN_ENDED
+        program.place.rank(program)
+        return None
 
 
 def _expected(hint: Hint, threshold_s: float) -> tuple[float, float, float] | None:
