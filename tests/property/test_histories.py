@@ -155,7 +155,7 @@ def test_no_callback_sees_a_sum_that_is_half_booked() -> None:
         ),
         pytest.param(
             "autellix",
-            "verbs/leases.py",
+            "transitions.py",
             "            if self._stream.flows:  # listeners find the turns before it in the program's count\n"
             "                self._stream.submitted(program, turn)\n",
             "            turn.account_id = replica.replica_id\n",

@@ -18,7 +18,7 @@ Each event does three things, in this order:
 
 A program's state is its place (`model/places.py`). Only `Book.move` changes it, and only `Book.resize` changes its
 size. Sums, orders, story and decisions are updated there, so a policy never sees a claim that is in no sum, or in two.
-The verbs are in `core.py`; signals tell a policy what it wants to hear (`verbs/stream.py`).
+The verbs are in `transitions.py`; signals tell a policy what it wants to hear (`Stream`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from typing import Any, Final
 from thunderagent.programs.book.book import Book
 from thunderagent.programs.book.paused_queue import PausedQueue
 from thunderagent.programs.book.replica import Replica
-from thunderagent.programs.core import Core
 from thunderagent.programs.handlers.adoption import Adoption
 from thunderagent.programs.handlers.anonymous import Anonymous
 from thunderagent.programs.handlers.arrivals import Arrivals
@@ -44,17 +43,13 @@ from thunderagent.programs.model.events import Event, Tick, TurnDue
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.records.learned import LearnedRecord
 from thunderagent.programs.model.settings import SchedulerSettings
-from thunderagent.programs.operations import Operations
 from thunderagent.programs.policy import Moment, Policy
 from thunderagent.programs.rules.families import Families
 from thunderagent.programs.rules.limits import Limits
 from thunderagent.programs.rules.patience import Deadlines
 from thunderagent.programs.rules.tenants import Tenants
 from thunderagent.programs.rules.verbs import Rule
-from thunderagent.programs.verbs.global_policy import GlobalPolicies
-from thunderagent.programs.verbs.placing import Placing
-from thunderagent.programs.verbs.stream import Stream
-from thunderagent.programs.view import SchedulerView
+from thunderagent.programs.transitions import Core, GlobalPolicies, Operations, Placing, SchedulerView, Stream
 
 OVERCOMMITTED_RATIO: Final = 1.1
 """Above this part of its limit, claims are not what a replica should keep: it takes time until some are given up."""

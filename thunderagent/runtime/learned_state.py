@@ -33,7 +33,7 @@ from thunderagent.programs.model.fleet_events import KnowledgeLoaded
 from thunderagent.programs.model.records.learned import LearnedRecord
 from thunderagent.programs.policies.parts.least_area import LeastArea
 from thunderagent.programs.policy import ClaimRules
-from thunderagent.programs.pool import Pool
+from thunderagent.programs.pools import Pool
 from thunderagent.runtime.runtime import Runtime
 
 log = structlog.get_logger("thunderagent.learned_state")

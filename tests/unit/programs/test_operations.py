@@ -31,8 +31,7 @@ from thunderagent.programs.model.program import Program
 from thunderagent.programs.policies.composed import Composed, ControlChain
 from thunderagent.programs.policy import GlobalPolicy, Moment, View
 from thunderagent.programs.rules.routes import Routes
-from thunderagent.programs.verbs.global_policy import NEWLY_WAITING_COUNT
-from thunderagent.programs.verbs.leases import PRIORITY_STEP, engine_priority
+from thunderagent.programs.transitions import NEWLY_WAITING_COUNT, PRIORITY_STEP, engine_priority
 
 
 def by_memory(**replicas: int) -> Driver:

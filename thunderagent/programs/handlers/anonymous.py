@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from thunderagent.programs.book.replica import Replica
-from thunderagent.programs.core import Core
 from thunderagent.programs.messages import TurnAsk
 from thunderagent.programs.model.decisions import Hold, Reason, Reject
 from thunderagent.programs.model.turn import MAIN_BRANCH, Turn
 from thunderagent.programs.rules.routes import serving
+from thunderagent.programs.transitions import Core
 
 
 class Anonymous:

@@ -7,7 +7,6 @@ from math import inf
 from typing import Any
 
 from thunderagent.programs.book.replica import Replica
-from thunderagent.programs.core import Core
 from thunderagent.programs.handlers.anonymous import Anonymous
 from thunderagent.programs.handlers.lives import Lives
 from thunderagent.programs.messages import PrefixCut, ProgramLimits, TurnAsk, least_of
@@ -18,6 +17,7 @@ from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.turn import Branch, Turn
 from thunderagent.programs.policy import Moment
 from thunderagent.programs.rules.routes import serving
+from thunderagent.programs.transitions import Core
 
 
 class Arrivals:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from thunderagent.programs.book.replica import Replica
-from thunderagent.programs.core import Core
 from thunderagent.programs.handlers.anonymous import Anonymous
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.fleet_events import (
@@ -34,6 +33,7 @@ from thunderagent.programs.model.places import Kind
 from thunderagent.programs.model.verdict import KEEPING_USED_RATIO, STATES, Keeping, ReplicaState
 from thunderagent.programs.policy import Moment
 from thunderagent.programs.rules.tenants import Tenants
+from thunderagent.programs.transitions import Core
 
 PROMPT_S: Final = 0.25
 """Counters that are older than this cannot be compared with what the scheduler saw."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from thunderagent.programs.core import Core
 from thunderagent.programs.messages import ProgramLimits, TurnAsk
 from thunderagent.programs.model.advice.verdicts import OUTCOMES, Level, Verdict
 from thunderagent.programs.model.decisions import Reason
@@ -25,6 +24,7 @@ from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.records.kept import ProgramRecord
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.policy import Moment
+from thunderagent.programs.transitions import Core
 
 MOST_HALVINGS: Final = 30
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from thunderagent.programs.core import Core
 from thunderagent.programs.model.advice.routes import Scope
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.fleet_events import (
@@ -16,8 +15,8 @@ from thunderagent.programs.model.fleet_events import (
     ReplicaKilled,
     RouteSet,
 )
-from thunderagent.programs.operations import Operations
 from thunderagent.programs.policy import Moment
+from thunderagent.programs.transitions import Core, Operations
 
 
 class Operator:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from thunderagent.programs.core import Core
 from thunderagent.programs.handlers.lives import Lives
 from thunderagent.programs.messages import Outcome, TurnEnd
 from thunderagent.programs.model.events import TurnJudged, TurnProgressed, TurnStarted, TurnUnverified
 from thunderagent.programs.model.turn import Turn, TurnEnded
 from thunderagent.programs.model.verdict import KEEPING_USED_RATIO, TURN_VERDICTS, TurnVerdict
 from thunderagent.programs.policy import Moment
+from thunderagent.programs.transitions import Core
 
 _TURN_ENDED: Final = Moment.TURN_ENDED
 

@@ -11,7 +11,7 @@ planned from measured prices for how long holding pays (`learned/holding.py`), a
 rate of return falls below one in that threshold times `hold_ratio` (`tool_times.py`). After that it is *expired*: its
 claim is taken as soon as the first in the queue needs the room, and not before. Where nothing is worth holding, turns
 alone fill the memory. A client's hint on its next turn replaces that guess, for at most the threshold, and for at most
-`hint_ratio` of a replica (`verbs/hints.py`).
+`hint_ratio` of a replica (`transitions.py`).
 
 **No idle engine.** A replica without a turn in flight lets the first in the queue in, whatever is claimed there; the
 programs whose tools have run longest are paused for it. Engines evict those first, too.

@@ -10,7 +10,7 @@ A policy (`policy.py`) says who may hold memory where. Parts can answer some of 
   `propose_dismiss`, which makes it wait unadmitted again from its next turn on.
 - **order**: which program of the paused queue is restored first (`restore_rank`).
 - **victims**: which program on a replica is paused or marked first (`pause_rank`).
-- **global policy**: periodically, what should be changed by the operations of `operations.py`: where programs go, which
+- **global policy**: periodically, what should be changed by the operations of `Operations`: where programs go, which
   come first, which move, which replicas are started and ended. It is asked on a tick, after the policy balanced. Its
   changes apply to every later event, and it does not slow these down.
 - **engine priority**: the number that an engine with priorities gets with a granted turn; lower comes first, as in

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # the view by its one class: see `letting_in.py`
     from thunderagent.programs.book.replica import Replica
     from thunderagent.programs.model.program import Program
-    from thunderagent.programs.view import SchedulerView
+    from thunderagent.programs.transitions import SchedulerView
 
 
 def foreseen_tokens(view: SchedulerView, program: Program, replica: Replica, foresight_ratio: float) -> float:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # the view by its one class: compiled code then looks no name
     from thunderagent.programs.book.accounts import Account
     from thunderagent.programs.book.replica import Replica
     from thunderagent.programs.model.program import Program
-    from thunderagent.programs.view import SchedulerView
+    from thunderagent.programs.transitions import SchedulerView
 
 Found = tuple["Replica | None", Reason]
 """Where a program could be active, or None, and why."""

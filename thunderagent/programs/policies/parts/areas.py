@@ -17,7 +17,7 @@ from thunderagent.programs.policies.helpers import times
 if TYPE_CHECKING:  # the view by its one class: see `letting_in.py`
     from thunderagent.programs.model.program import Program
     from thunderagent.programs.model.records.signals import Signal
-    from thunderagent.programs.view import SchedulerView
+    from thunderagent.programs.transitions import SchedulerView
 
 ENDS_COUNT: Final = (*range(1, 9), *(round(8 * 2 ** (step / 4)) for step in range(1, 29)))
 """The last turn of each interval: 1 to 8, and then four for each doubling, up to 1,024."""
