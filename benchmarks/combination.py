@@ -40,7 +40,7 @@ from benchmarks.findings import OTHER_COLOUR
 from benchmarks.kept_runs import do_runs
 from benchmarks.machine import RESULTS, save_results
 from benchmarks.simulated import colour_of, save_plot, scenario_of
-from thunderagent.programs.model.events import TurnFinished
+from thunderagent.programs.messages import TurnEnd
 from thunderagent.simulator.comparison.contestants import Contestant
 from thunderagent.simulator.comparison.processes import GoOn
 from thunderagent.simulator.figures.figures import RunResult
@@ -180,7 +180,7 @@ def run_one(task: Task, go_on: GoOn) -> dict[str, float]:
 
 def figures_of(result: RunResult) -> dict[str, float]:
     """Return the stored figures of a run."""
-    ends_s = [event.now_s for event, _ in result.events if isinstance(event, TurnFinished)]
+    ends_s = [event.now_s for event, _ in result.events if (isinstance(event, TurnEnd) and event.outcome == "finished")]
     goodput = next(each for each in result.goodputs if each.alpha_ratio == ALPHA_RATIO)
     values = {
         "turns_per_min": turns_per_min(ends_s),

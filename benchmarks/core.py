@@ -14,17 +14,9 @@ from benchmarks.core_beside import beside
 from benchmarks.machine import save_results
 from thunderagent.compilation import build_kind
 from thunderagent.policy_loader import load_policy
+from thunderagent.programs.messages import PrefixCut, TurnAsk, TurnEnd
 from thunderagent.programs.model.decisions import Grant, Pause
-from thunderagent.programs.model.events import (
-    Event,
-    PrefixCut,
-    ProgramReleased,
-    Tick,
-    TurnArrived,
-    TurnFinished,
-    TurnProgressed,
-    TurnStarted,
-)
+from thunderagent.programs.model.events import Event, ProgramReleased, Tick, TurnProgressed, TurnStarted
 from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.serving.process import calm_garbage_collector
@@ -48,11 +40,18 @@ class Load:
     turn_id: int = 0
     step_s: float = 0.0005
 
-    def arrive(self, program_id: str, size_bytes: int, prefix: tuple[PrefixCut, ...] = ()) -> TurnArrived:
+    def arrive(self, program_id: str, size_bytes: int, prefix: tuple[PrefixCut, ...] = ()) -> TurnAsk:
         """Return the arrival of the program's next turn."""
         self.turn_id += 1
         self.now_s += self.step_s
-        return TurnArrived(self.now_s, self.turn_id, program_id, "", size_bytes, prefix=prefix)
+        return TurnAsk(
+            now_s=self.now_s,
+            turn_id=self.turn_id,
+            program_id=program_id,
+            branch_id="",
+            prompt_bytes=size_bytes,
+            prefix=prefix,
+        )
 
 
 def build(policy_name: str, programs_count: int, replicas_count: int, capacity_tokens: int) -> Load:
@@ -70,7 +69,15 @@ def build(policy_name: str, programs_count: int, replicas_count: int, capacity_t
         event = load.arrive(f"p{index}", load.rng.randrange(1000, 2 * CONTEXT_BYTES))
         handle(event)
         handle(TurnStarted(load.now_s, event.turn_id))
-        handle(TurnFinished(load.now_s, event.turn_id, event.prompt_bytes // 4, 200, 0))
+        handle(
+            TurnEnd(
+                now_s=load.now_s,
+                turn_id=event.turn_id,
+                prompt_tokens=event.prompt_bytes // 4,
+                output_tokens=200,
+                cached_tokens=0,
+            )
+        )
     calm_garbage_collector()  # as the server runs
     return load
 
@@ -82,8 +89,8 @@ def mixed_events(load: Load, events_count: int, programs_count: int) -> dict[str
     """
     rng, left_count = load.rng, events_count
     times: dict[str, list[float]] = defaultdict(list)
-    arrived: dict[int, TurnArrived] = {}
-    in_flight: list[TurnArrived] = []
+    arrived: dict[int, TurnAsk] = {}
+    in_flight: list[TurnAsk] = []
 
     def send(event: Event) -> None:
         nonlocal left_count
@@ -99,7 +106,15 @@ def mixed_events(load: Load, events_count: int, programs_count: int) -> dict[str
             tokens = turn.prompt_bytes // 4
             send(TurnStarted(load.now_s, turn.turn_id))
             send(TurnProgressed(load.now_s, turn.turn_id, 100))
-            send(TurnFinished(load.now_s, turn.turn_id, tokens, 200, tokens // 2))
+            send(
+                TurnEnd(
+                    now_s=load.now_s,
+                    turn_id=turn.turn_id,
+                    prompt_tokens=tokens,
+                    output_tokens=200,
+                    cached_tokens=tokens // 2,
+                )
+            )
             if rng.random() < 0.05:
                 send(ProgramReleased(load.now_s, turn.program_id or ""))
         else:
@@ -146,7 +161,14 @@ def plain_turns(policy_name: str, turns_count: int) -> list[float]:
         arrived = load.arrive(f"p{number}", CONTEXT_BYTES + 2000 * (count // PLAIN_PROGRAMS_COUNT % 20), cuts[number])
         tokens = int(arrived.prompt_bytes * load.rng.uniform(0.23, 0.28))
         started = TurnStarted(load.now_s + 0.1, arrived.turn_id)
-        finished = TurnFinished(load.now_s + 0.4, arrived.turn_id, tokens, 200, tokens - 500, "bash")
+        finished = TurnEnd(
+            now_s=load.now_s + 0.4,
+            turn_id=arrived.turn_id,
+            prompt_tokens=tokens,
+            output_tokens=200,
+            cached_tokens=tokens - 500,
+            tool="bash",
+        )
         began = perf_counter()
         handle(arrived)
         handle(started)

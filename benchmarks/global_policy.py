@@ -19,10 +19,11 @@ from typing import ClassVar
 from benchmarks.core import percentile
 from benchmarks.machine import save_results
 from thunderagent.policy_loader import load_policy
+from thunderagent.programs.messages import TurnAsk, TurnEnd
 from thunderagent.programs.model.decisions import Decision, Grant, Reason, SetPriority
-from thunderagent.programs.model.events import Event, ProgramReleased, Tick, TurnArrived, TurnFinished
+from thunderagent.programs.model.events import Event, ProgramReleased, Tick
 from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp, RouteSet
-from thunderagent.programs.model.view import View
+from thunderagent.programs.policy import GlobalPolicy, View
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.serving.process import calm_garbage_collector
 
@@ -35,7 +36,7 @@ ROUTE_WEIGHTS = (1000.0, 1.0)
 
 
 @dataclass
-class Shortest:
+class Shortest(GlobalPolicy):
     """The program with least to compute goes first, instead of Nalar's SRTF: here most wait for their first turn."""
 
     period_s: float = 1.0
@@ -76,7 +77,11 @@ class Fleet:
         """Let a program's next turn arrive."""
         self.turn_id += 1
         size_bytes = 4 * self.rng.randrange(*PROGRAM_TOKENS)
-        return self.send(TurnArrived(self.now_s, self.turn_id, program_id, prompt_bytes=size_bytes, tenant=tenant))
+        return self.send(
+            TurnAsk(
+                now_s=self.now_s, turn_id=self.turn_id, program_id=program_id, prompt_bytes=size_bytes, tenant=tenant
+            )
+        )
 
     def tenant_of(self, number: int) -> str:
         """Return a program's tenant; empty without routes."""
@@ -88,7 +93,9 @@ class Fleet:
         ended = [turn_id for turn_id, (_, until_s) in self.in_flight.items() if until_s <= self.now_s]
         for turn_id in ended:
             program_id, _ = self.in_flight.pop(turn_id)
-            self.send(TurnFinished(self.now_s, turn_id, 8_000, 200, 0))
+            self.send(
+                TurnEnd(now_s=self.now_s, turn_id=turn_id, prompt_tokens=8_000, output_tokens=200, cached_tokens=0)
+            )
             if self.rng.random() < 2 / 3:
                 self.send(ProgramReleased(self.now_s, program_id))
         while self.waiting_count < programs_count:
@@ -182,12 +189,14 @@ def route_one(fleet: Fleet, turns_count: int) -> dict[str, float | int]:
 def _route_new(fleet: Fleet, program_id: str) -> float:
     fleet.now_s += 1e-4
     fleet.turn_id += 1
-    event = TurnArrived(fleet.now_s, fleet.turn_id, program_id, prompt_bytes=16_000, tenant="fast")
+    event = TurnAsk(now_s=fleet.now_s, turn_id=fleet.turn_id, program_id=program_id, prompt_bytes=16_000, tenant="fast")
     began = thread_time()
     decisions = fleet.scheduler.handle(event)
     elapsed_s = thread_time() - began
     assert any(type(d) is Grant and d.turn_id == event.turn_id for d in decisions), decisions
-    fleet.send(TurnFinished(fleet.now_s, event.turn_id, 4_000, 100, 0))
+    fleet.send(
+        TurnEnd(now_s=fleet.now_s, turn_id=event.turn_id, prompt_tokens=4_000, output_tokens=100, cached_tokens=0)
+    )
     fleet.send(ProgramReleased(fleet.now_s, program_id))
     return elapsed_s
 
@@ -199,12 +208,14 @@ def _next_turns(fleet: Fleet, turns_count: int) -> dict[str, float | int]:
     for place in range(turns_count):
         turn_id, (program_id, _) = running[place % len(running)]
         fleet.now_s += 1e-4
-        scheduler.handle(TurnFinished(fleet.now_s, turn_id, 8_000, 200, 0))
+        scheduler.handle(
+            TurnEnd(now_s=fleet.now_s, turn_id=turn_id, prompt_tokens=8_000, output_tokens=200, cached_tokens=0)
+        )
         program = scheduler.programs.get(program_id)
         if program is None or program.status != "active":
             continue
         fleet.turn_id += 1
-        event = TurnArrived(fleet.now_s, fleet.turn_id, program_id, prompt_bytes=4 * 8_000)
+        event = TurnAsk(now_s=fleet.now_s, turn_id=fleet.turn_id, program_id=program_id, prompt_bytes=4 * 8_000)
         began = thread_time()
         decisions = scheduler.handle(event)
         elapsed_s = thread_time() - began

@@ -36,8 +36,9 @@ from benchmarks.kept_runs import do_runs
 from benchmarks.machine import RESULTS, save_results
 from benchmarks.policy import AWAY_LIMIT_S, mean_context_tokens, programs_at
 from benchmarks.simulated import save_plot, scenario_of
+from thunderagent.programs.messages import TurnAsk
 from thunderagent.programs.model.decisions import Decision, Grant, Reject
-from thunderagent.programs.model.events import Event, ProgramReleased, TurnArrived
+from thunderagent.programs.model.events import Event, ProgramReleased
 from thunderagent.simulator.commands.compare import names
 from thunderagent.simulator.comparison.contestants import ORACLE, Contestant
 from thunderagent.simulator.comparison.processes import GoOn
@@ -174,7 +175,7 @@ class Followed:
         simulation.handle = self._hear
 
     def _hear(self, event: Event) -> list[Decision]:
-        if isinstance(event, TurnArrived):
+        if isinstance(event, TurnAsk):
             self._held_since_s[event.turn_id] = event.now_s
             assert event.program_id is not None
             if event.now_s < self._from_s:

@@ -47,10 +47,11 @@ from benchmarks.real_engine import RealEngineConfig
 from benchmarks.simulated import Runner, goodput_table, save_plot, scenario_of
 from benchmarks.together import Model, simulate_together
 from thunderagent.errors import ConfigurationError, TraceError
+from thunderagent.programs.messages import TurnAsk, TurnEnd
 from thunderagent.programs.model.decisions import Pause, Restore
-from thunderagent.programs.model.events import Event, Tick, TurnArrived, TurnFinished
+from thunderagent.programs.model.events import Event, Tick
 from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
-from thunderagent.programs.model.policy import Policy
+from thunderagent.programs.policy import Policy
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.simulator.comparison.contestants import Contestant
 from thunderagent.simulator.comparison.results import Run
@@ -570,8 +571,10 @@ def idle_moves_count(policy: Policy) -> int:
     scheduler.handle(ReplicaPolled(0.0, "r0", 1_000_000))
     scheduler.handle(ReplicaUp(0.0, "r0"))
     for turn_id in range(IDLE_PROGRAMS_COUNT):
-        scheduler.handle(TurnArrived(0.0, turn_id, f"p{turn_id}", prompt_bytes=40_000))
-        scheduler.handle(TurnFinished(0.1, turn_id, 10_000, 100, 0, tool="bash"))
+        scheduler.handle(TurnAsk(now_s=0.0, turn_id=turn_id, program_id=f"p{turn_id}", prompt_bytes=40_000))
+        scheduler.handle(
+            TurnEnd(now_s=0.1, turn_id=turn_id, prompt_tokens=10_000, output_tokens=100, cached_tokens=0, tool="bash")
+        )
     ticks: list[Event] = [Tick(IDLE_TICK_S * number) for number in range(1, IDLE_TICKS_COUNT + 1)]
     return sum(isinstance(each, Pause | Restore) for tick in ticks for each in scheduler.handle(tick))
 

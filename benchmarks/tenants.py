@@ -22,7 +22,7 @@ from benchmarks.machine import save_results
 from benchmarks.simulated import scenario_of
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.learned.goodput import in_time
-from thunderagent.programs.model.events import TurnArrived, TurnFinished
+from thunderagent.programs.messages import TurnAsk, TurnEnd
 from thunderagent.simulator.commands.console import table_of_numbers
 from thunderagent.simulator.figures.figures import Goodput, RunResult
 from thunderagent.simulator.figures.intervals import Interval
@@ -86,9 +86,9 @@ def tokens_by_tenant(result: RunResult, begin_s: float) -> dict[str, int]:
     tenants: dict[int, str] = {}
     tokens: Counter[str] = Counter()
     for event, _ in result.events:
-        if isinstance(event, TurnArrived):
+        if isinstance(event, TurnAsk):
             tenants[event.turn_id] = event.tenant
-        elif isinstance(event, TurnFinished) and event.now_s >= begin_s:
+        elif (isinstance(event, TurnEnd) and event.outcome == "finished") and event.now_s >= begin_s:
             tokens[tenants[event.turn_id]] += (event.prompt_tokens or 0) + (event.output_tokens or 0)
     return dict(tokens)
 

@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from thunderagent.errors import ConfigurationError
+from thunderagent.programs.messages import TurnAsk
 from thunderagent.programs.model.decisions import Decision
-from thunderagent.programs.model.events import Event, Tick, TurnArrived
-from thunderagent.programs.model.policy import Policy
+from thunderagent.programs.model.events import Event, Tick
+from thunderagent.programs.policy import Policy
 from thunderagent.programs.pools import Pool, Pools
 from thunderagent.simulator.figures.figures import RunResult
 from thunderagent.simulator.runs.agenda import Agenda
@@ -78,7 +79,7 @@ def _behind(pools: Pools, pool: Pool, run: Simulation, runs: Sequence[Simulation
     def handle(event: Event) -> list[Decision]:
         if type(event) is Tick and run is not runs[0]:
             return []
-        if type(event) is TurnArrived:
+        if type(event) is TurnAsk:
             pools.send(event.turn_id, pool)
         pools.handle(event)
         own: list[Decision] = []

@@ -23,7 +23,7 @@ from thunderagent.policy_loader import load_policy
 from thunderagent.programs.model.events import Tick
 from thunderagent.programs.model.fleet_events import ReplicaPolled
 from thunderagent.programs.scheduler import Scheduler
-from thunderagent.programs.verbs.hints import LATE_RATIO, LEAST_CONFIDENCE_RATIO, TOLERANCE_S
+from thunderagent.programs.transitions import LATE_RATIO, LEAST_CONFIDENCE_RATIO, TOLERANCE_S
 from thunderagent.runtime import Runtime
 from thunderagent.simulator.engine.engine import Engine
 from thunderagent.simulator.engine.records import EngineConfig, EngineRequest, FinishedRequest

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,8 @@ from thunderagent import errors
 from thunderagent.cli import build_parser
 from thunderagent.cli.serve import LIST_FIELDS
 from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
-from thunderagent.programs import policies
-from thunderagent.programs.model import places, policy, view, views
+from thunderagent.programs import policies, policy
+from thunderagent.programs.model import places
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.proxy.judge.prompt import DEFAULT_PROMPT
 from thunderagent.simulator.engine.timing import load_profiles
@@ -217,7 +217,7 @@ def settings_of(made: Callable[..., object]) -> Iterator[tuple[str, str, str]]:
     """Yield each setting of a policy or a part, with its default and the text under its field."""
     kind: Any = made.func if isinstance(made, partial) else made
     said: dict[str, str] = {}
-    for each in reversed(kind.__mro__[:-1]):
+    for each in reversed([each for each in kind.__mro__ if is_dataclass(each)]):
         source = (ROOT / f"{each.__module__.replace('.', '/')}.py").read_text(encoding="utf-8")
         (node,) = [n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == each.__name__]
         for field, text in zip(node.body, node.body[1:], strict=False):
@@ -329,10 +329,16 @@ def checked_engines() -> str:
 
 
 def protocol(name: str) -> str:
-    """Return the members of a Protocol of policies: signature and meaning."""
-    kind = next(getattr(module, name) for module in (policy, view, views) if hasattr(module, name))
+    """Return the members of a class of `programs/policy.py`, and of those that it is made of: signature and meaning."""
+    kind = getattr(policy, name)
+    members = {
+        member: value
+        for each in reversed(kind.__mro__)
+        if each.__module__ == policy.__name__
+        for member, value in vars(each).items()
+    }
     rows = []
-    for member, value in sorted(vars(kind).items()):
+    for member, value in sorted(members.items()):
         function = value.fget if isinstance(value, property) else value
         if member.startswith("_") or not inspect.isfunction(function):
             continue

@@ -8,15 +8,15 @@ from math import inf
 from typing import Any
 from zlib import crc32
 
-from thunderagent.leases import LeaseSource, TurnAsk
+from thunderagent.leases import LeaseSource
 from thunderagent.programs.invariants import check
 from thunderagent.programs.learned.holding import HoldingPlan
 from thunderagent.programs.learned.knowledge import Knowledge
 from thunderagent.programs.learned.price import FIRST_TOKEN_S
+from thunderagent.programs.messages import ProgramLimits, TurnAsk, TurnEnd
 from thunderagent.programs.model.decisions import Decision, Grant, Reason, Reject, Restore
 from thunderagent.programs.model.events import (
     Event,
-    PinnedTurnArrived,
     ProgramHinted,
     ProgramJudged,
     ProgramOpened,
@@ -25,10 +25,6 @@ from thunderagent.programs.model.events import (
     Tick,
     ToolEnded,
     ToolStarted,
-    TurnAbandoned,
-    TurnArrived,
-    TurnFailed,
-    TurnFinished,
     TurnProgressed,
     TurnStarted,
 )
@@ -56,16 +52,13 @@ from thunderagent.programs.model.fleet_events import (
     SandboxReady,
     TurnLimited,
 )
-from thunderagent.programs.model.policy import Moment, Policy
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.records.learned import ReplicaPriceRecord
-from thunderagent.programs.model.records.limits import ProgramLimits
 from thunderagent.programs.model.records.signals import Signal, ToolEnd, ToolNum, ToolStart, WindowUpdate
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.model.turn import Branch, Turn, TurnEnded
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import ProgramView
 from thunderagent.programs.policies.baselines.passthrough import Passthrough
+from thunderagent.programs.policy import Admission, Moment, Policy, ProgramView, View
 from thunderagent.programs.scheduler import Scheduler
 
 BYTES_PER_TOKEN = 4
@@ -78,7 +71,7 @@ def asked(source: LeaseSource, program_id: str | None, **more: Any) -> TurnAsk:
     return TurnAsk(turn_id=turn_id, program_id=program_id, **more)
 
 
-class Breathing:
+class Breathing(Admission):
     """An admission of three programs, or one while tools run, that dismisses programs above that.
 
     It works only on events, as one with a window would, and uses every way out of the paused queue.
@@ -206,17 +199,23 @@ class Driver:
         turn_id = self._turn_count
         cuts = tuple((crc32(name.encode()), tokens * BYTES_PER_TOKEN) for name, tokens in (prefix or {}).items())
         size_bytes = tokens * BYTES_PER_TOKEN
-        deadline_s = None if patience_s is None else self.now_s + patience_s
         if model:
             self.send(ModelAsked(self.now_s, turn_id, model))
         if limits is not None:
             self.send(TurnLimited(self.now_s, turn_id, limits))
-        told = TurnArrived(self.now_s, turn_id, program_id, branch, size_bytes, avoid, cuts, group, deadline_s)
         self.send(
-            replace(
-                told,
+            TurnAsk(
+                now_s=self.now_s,
+                turn_id=turn_id,
+                program_id=program_id,
+                branch_id=branch,
+                prompt_bytes=size_bytes,
+                avoid_replica_id=avoid,
+                prefix=cuts,
+                group_id=group,
+                patience_s=patience_s,
                 supersedes_id=instead_of,
-                waiting_since_s=waiting_since_s,
+                waited_s=None if waiting_since_s is None else self.now_s - waiting_since_s,
                 parent_id=parent,
                 tenant=tenant,
                 wanted_replica_id=wanted,
@@ -242,13 +241,22 @@ class Driver:
         *,
         tool: str = "",
     ) -> list[Decision]:
-        return self.send(TurnFinished(self.now_s, turn_id, prompt, output, cached, tool))
+        return self.send(
+            TurnEnd(
+                now_s=self.now_s,
+                turn_id=turn_id,
+                prompt_tokens=prompt,
+                output_tokens=output,
+                cached_tokens=cached,
+                tool=tool,
+            )
+        )
 
     def fails(self, turn_id: int, *, refused: bool = False) -> list[Decision]:
-        return self.send(TurnFailed(self.now_s, turn_id, refused))
+        return self.send(TurnEnd(now_s=self.now_s, turn_id=turn_id, outcome="refused" if refused else "failed"))
 
     def is_abandoned(self, turn_id: int) -> list[Decision]:
-        return self.send(TurnAbandoned(self.now_s, turn_id))
+        return self.send(TurnEnd(now_s=self.now_s, turn_id=turn_id, outcome="abandoned"))
 
     def takes_turn(
         self,
@@ -379,7 +387,14 @@ class Driver:
     def arrives_pinned(self, replica_id: str, tokens: int = 10) -> int:
         """Send an anonymous turn whose client chose the replica; return its id."""
         self._turn_count += 1
-        self.send(PinnedTurnArrived(self.now_s, self._turn_count, replica_id, tokens * BYTES_PER_TOKEN))
+        self.send(
+            TurnAsk(
+                now_s=self.now_s,
+                turn_id=self._turn_count,
+                pinned_replica_id=replica_id,
+                prompt_bytes=tokens * BYTES_PER_TOKEN,
+            )
+        )
         return self._turn_count
 
     def keeps_busy(self, *replica_ids: str) -> list[int]:

@@ -10,7 +10,9 @@ from typing import Any, cast
 
 from thunderagent.errors import ConfigurationError
 from thunderagent.faults import nearest_hint
-from thunderagent.programs.model.policy import (
+from thunderagent.programs.policies import PARTS, POLICIES
+from thunderagent.programs.policies.composed import Composed, ControlChain
+from thunderagent.programs.policy import (
     Admission,
     EnginePriority,
     GlobalPolicy,
@@ -18,8 +20,6 @@ from thunderagent.programs.model.policy import (
     Policy,
     Victims,
 )
-from thunderagent.programs.policies import PARTS, POLICIES
-from thunderagent.programs.policies.composed import Composed, ControlChain
 
 Setting = bool | int | float | str
 
@@ -45,7 +45,7 @@ defaults of the public ports to NVIDIA Dynamo: programs pause from 0.95 of the c
 restored up to 0.95 less a hysteresis of 0.10; acting programs count in full, and each reserves 100 tokens."""
 
 
-_PROTOCOLS: Mapping[str, type] = {
+_KINDS: Mapping[str, type] = {
     "policy": Policy,
     "admission": Admission,
     "order": Order,
@@ -91,7 +91,8 @@ def load_policy(name: str, settings: Mapping[str, Setting]) -> Policy:
             raise ConfigurationError(f"setting {key!r} is of a part that is not chosen; parts are {known}")
         of_parts[kind][part_key] = settings.pop(key)
     factory = POLICIES.get(policy_name) or cast("Callable[..., Policy]", _imported("policy", policy_name))
-    for key, kind in getattr(factory, "part_settings", {}).items():
+    part_settings = factory.part_settings if isinstance(factory, type) and issubclass(factory, Policy) else {}
+    for key, kind in part_settings.items():
         if key in settings and kind in chosen:
             if key not in _settings_of_part(kind, chosen[kind]):
                 raise ConfigurationError(
@@ -151,6 +152,8 @@ def _made(
 ) -> object:
     """Create a policy or a part; `of_chosen` are the settings of parts that were chosen beside it."""
     what = f"{kind} {name}"
+    if missing := sorted(getattr(factory, "__abstractmethods__", ())):
+        raise ConfigurationError(f"{name} cannot be the {kind}: it has no {', '.join(missing)}")
     known = _settings_of(factory)
     if known or is_dataclass(factory):
         if unknown := sorted(set(settings) - set(known)):
@@ -166,9 +169,11 @@ def _made(
         made = factory(**settings)
     except TypeError as error:
         raise ConfigurationError(f"{what} does not take these settings: {error}") from error
-    members = sorted(member for member in vars(_PROTOCOLS[kind]) if not member.startswith("_"))
-    if missing := [member for member in members if not hasattr(made, member)]:
-        raise ConfigurationError(f"{name} cannot be the {kind}: it has no {', '.join(missing)}")
+    if not isinstance(made, _KINDS[kind]):
+        base = _KINDS[kind]
+        raise ConfigurationError(
+            f"{name} cannot be the {kind}: its class is no subclass of {base.__name__} of {base.__module__}"
+        )
     return made
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.integration.support import answers, ask, fake_replica, post, running_proxy, turn, until
+from thunderagent.programs.policy import EnginePriority
 from thunderagent.proxy.gate.keys import mint_key
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ SGLANG = "sglang:max_total_num_tokens 1000000.0\n"
 REFUSAL = {"error": {"message": "Got priority 7 but Priority scheduling is not enabled.", "code": 400}}
 
 
-class Seven:
+class Seven(EnginePriority):
     """An engine priority that is always 7."""
 
     name = "seven"
@@ -28,7 +29,7 @@ class Seven:
         return 7
 
 
-class Rising:
+class Rising(EnginePriority):
     """An engine priority that is 0 at first, and one more each time."""
 
     name = "rising"

@@ -13,8 +13,8 @@ import aiohttp
 import pytest
 
 from tests.integration.support import CHAT, DEADLINE_S, engine, serve
+from thunderagent.programs.messages import TurnAsk, TurnEnd
 from thunderagent.programs.model.decisions import Pause
-from thunderagent.programs.model.events import TurnArrived, TurnFinished
 from thunderagent.runtime.event_log import replay
 
 if TYPE_CHECKING:
@@ -90,10 +90,10 @@ async def test_a_screenshot_is_claimed_as_what_it_is_and_nobody_is_paused_for_it
         name, event, decisions = next(records)
         pauses.extend(decision for decision in decisions if decision[0] == Pause.__name__)
         program = scheduler.programs.get("seeing")
-        if name == TurnArrived.__name__ and event["program_id"] == "seeing":
+        if name == TurnAsk.__name__ and event["program_id"] == "seeing":
             assert program is not None
             estimates[event["turn_id"]] = program.claim_tokens - program.reserve_tokens
-        elif name == TurnFinished.__name__ and event["turn_id"] in estimates:
+        elif name == TurnEnd.__name__ and event["turn_id"] in estimates:
             assert program is not None
             claims.append((estimates[event["turn_id"]], event["prompt_tokens"]))
             assert program.context_tokens == event["prompt_tokens"] + event["output_tokens"]

@@ -41,8 +41,8 @@ from tests.integration.support import (
 from tests.loopback import on_loopback
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
+from thunderagent.programs.messages import TurnAsk
 from thunderagent.programs.model.decisions import Reason, Reject
-from thunderagent.programs.model.events import TurnArrived
 from thunderagent.proxy.watch.tracing import Tracing
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def test_a_turn_that_is_rejected_as_it_arrives_leaves_nothing() -> None:
     """No event ends it, nor the program that it would have begun."""
     tracing = Tracing(TracerProvider())
     with tracing.request(CIMultiDictProxy(CIMultiDict()), CHAT):
-        tracing.observe(TurnArrived(0.0, 1, "p"), [Reject(1, "p", Reason.TOO_MANY_PROGRAMS)])
+        tracing.observe(TurnAsk(now_s=0.0, turn_id=1, program_id="p"), [Reject(1, "p", Reason.TOO_MANY_PROGRAMS)])
     assert repr(tracing) == "<Tracing of 0 programs, 0 turns>"
 
 

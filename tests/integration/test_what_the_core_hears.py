@@ -25,7 +25,7 @@ from tests.integration.support import (
     until,
     word,
 )
-from thunderagent.programs.model.events import TurnArrived, TurnFinished
+from thunderagent.programs.messages import TurnAsk, TurnEnd
 from thunderagent.programs.model.fleet_events import ReplicaPolled
 from thunderagent.runtime.event_log import read_events
 
@@ -44,12 +44,12 @@ def events_in(path: Path) -> list[Event]:
         return list(read_events(lines))
 
 
-def arrivals_in(path: Path) -> list[TurnArrived]:
-    return [event for event in events_in(path) if isinstance(event, TurnArrived)]
+def arrivals_in(path: Path) -> list[TurnAsk]:
+    return [event for event in events_in(path) if isinstance(event, TurnAsk)]
 
 
 def tools_in(path: Path) -> list[str]:
-    return [event.tool for event in events_in(path) if isinstance(event, TurnFinished)]
+    return [event.tool for event in events_in(path) if (isinstance(event, TurnEnd) and event.outcome == "finished")]
 
 
 async def test_the_samples_of_a_group_share_their_prompt(engine_url: str, tmp_path: Path) -> None:
@@ -103,8 +103,8 @@ async def test_a_turn_that_follows_on_its_heels_is_begun_after_the_one_before_ha
         writer.write(f"{head}Connection: close\r\n\r\n".encode() + body)
         assert (await reader.read()).count(b"HTTP/1.1 200") == 2
         writer.close()
-    heard = [type(event) for event in events_in(log) if isinstance(event, TurnArrived | TurnFinished)]
-    assert heard == [TurnArrived, TurnFinished] * 3
+    heard = [type(event) for event in events_in(log) if isinstance(event, TurnAsk | TurnEnd)]
+    assert heard == [TurnAsk, TurnEnd] * 3
 
 
 async def test_the_tool_that_a_whole_answer_calls(tmp_path: Path) -> None:

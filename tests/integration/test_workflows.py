@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from scripts.docs_site import whole
 from tests.integration.support import answers, fake_replica, running_proxy
-from thunderagent.programs.model.events import ProgramReleased, TurnArrived
+from thunderagent.programs.messages import TurnAsk
+from thunderagent.programs.model.events import ProgramReleased
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +52,7 @@ async def test_the_tutorial_runs_as_it_stands(tmp_path: Path) -> None:
         page = (tmp_path / "timeline.html").read_text()
         assert page.count("<g><title>developer.build") == 6
         assert page.count("<g><title>tester.check") == 6
-        turns = [event for event in heard if isinstance(event, TurnArrived)]
+        turns = [event for event in heard if isinstance(event, TurnAsk)]
         assert {turn.program_id for turn in turns} == {"user-7"}
         assert len({turn.branch_id for turn in turns}) == len(turns) == len(replica.calls) == 13
         assert [event.program_id for event in heard if isinstance(event, ProgramReleased)] == ["user-7"]

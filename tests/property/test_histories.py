@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, cast
@@ -24,7 +24,7 @@ from tests.replay.histories import LEARNED_LIMITS, SETTINGS, History
 from tests.unit.test_where_to_add import PACKAGE, core_at, run_there
 from thunderagent.programs.invariants import check_sums
 from thunderagent.programs.model.events import ProgramHinted
-from thunderagent.programs.model.policy import Policy
+from thunderagent.programs.policy import Policy
 from thunderagent.programs.scheduler import Scheduler
 
 HISTORIES_COUNT = int(os.environ.get("HISTORIES_COUNT", "1"))
@@ -51,16 +51,23 @@ class Watched:
         said, path = getattr(self._asked, name), f"{self._kind}{name}"
         if name in ("admission", "priority", "global_policy") and said is not None:
             return Watched(said, self._sums_hold, f"{name}.")
-        if name == "policies":
-            return tuple(Watched(each, self._sums_hold, self._kind) for each in said)
-        if path not in CALLBACKS or said is None:
-            return said
+        if name == "chained":
+            return lambda: tuple(Watched(each, self._sums_hold, self._kind) for each in said())
+        if name == "observers":
+            return lambda: tuple(self._checked(each, f"{self._kind}observe") for each in said())
+        return self._checked(said, path) if path in CALLBACKS and said is not None else said
 
+    def _checked(self, said: Callable[..., Any], path: str) -> Callable[..., Any]:
         def answer(*told: Any) -> Any:
             self._sums_hold(path)
             return said(*told)
 
         return answer
+
+
+def names_of(told: Any) -> tuple[str, ...]:
+    """Return the names of the fields of an event or a decision."""
+    return tuple(field.name for field in fields(told)) if is_dataclass(told) else told.__struct_fields__
 
 
 def history_of(name: str, number: int, watched: Callable[[Policy], Policy] = lambda policy: policy) -> History:
@@ -93,7 +100,7 @@ def decided(name: str, number: int) -> str:
     digest = sha256()
     for event, decisions in history_of(name, number).record(THINGS_COUNT).events:
         for told in (event, *decisions):
-            values = [str(getattr(told, field.name)) for field in fields(told)]
+            values = [str(getattr(told, name)) for name in names_of(told)]
             digest.update(f"{type(told).__name__} {values}\n".encode())
     return digest.hexdigest()
 
@@ -148,7 +155,7 @@ def test_no_callback_sees_a_sum_that_is_half_booked() -> None:
         ),
         pytest.param(
             "autellix",
-            "verbs/leases.py",
+            "transitions.py",
             "            if self._stream.flows:  # listeners find the turns before it in the program's count\n"
             "                self._stream.submitted(program, turn)\n",
             "            turn.account_id = replica.replica_id\n",

@@ -14,6 +14,7 @@ from types import BuiltinFunctionType, FunctionType, ModuleType
 import pytest
 
 from thunderagent.policy_loader import load_policy
+from thunderagent.programs.messages import TurnAsk, TurnEnd
 from thunderagent.programs.model.decisions import Grant, Reject
 from thunderagent.programs.model.events import (
     Event,
@@ -23,10 +24,6 @@ from thunderagent.programs.model.events import (
     Tick,
     ToolEnded,
     ToolStarted,
-    TurnAbandoned,
-    TurnArrived,
-    TurnFailed,
-    TurnFinished,
     TurnProgressed,
     TurnStarted,
 )
@@ -75,7 +72,7 @@ class Load:
         if self._turns and rng.random() < 0.02:
             turn_id = next(iter(self._turns))
             program_id, _, _ = self._turns.pop(turn_id)
-            yield TurnAbandoned(self.now_s, turn_id)
+            yield TurnEnd(now_s=self.now_s, turn_id=turn_id, outcome="abandoned")
             yield ProgramReleased(self.now_s, program_id)
         if self._granted:
             yield from self._serve(*self._granted.popleft())
@@ -84,15 +81,15 @@ class Load:
             yield ToolEnded(self.now_s, program[0])
             yield self._arrival(program)
 
-    def _arrival(self, program: tuple[str, int, int]) -> TurnArrived:
+    def _arrival(self, program: tuple[str, int, int]) -> TurnAsk:
         program_id, tokens, _ = program
         number = int(program_id.rpartition("-")[2])
         turn_id = next(self._numbers)
         self._turns[turn_id] = program
-        return TurnArrived(
-            self.now_s,
-            turn_id,
-            program_id,
+        return TurnAsk(
+            now_s=self.now_s,
+            turn_id=turn_id,
+            program_id=program_id,
             prompt_bytes=tokens * 4,
             group_id=f"group-{number // 4}",
             tenant=f"tenant-{number % 5 if number % 2 else number}",
@@ -106,10 +103,17 @@ class Load:
         yield TurnStarted(self.now_s, turn_id)
         yield TurnProgressed(self.now_s, turn_id, 50)
         if self._rng.random() < 0.05:
-            yield TurnFailed(self.now_s, turn_id)
+            yield TurnEnd(now_s=self.now_s, turn_id=turn_id, outcome="failed")
             yield ProgramReleased(self.now_s, program_id, outcome="failure")
             return
-        yield TurnFinished(self.now_s, turn_id, tokens, 100, tokens // 2, tool=f"tool-{turn_id % 6}")
+        yield TurnEnd(
+            now_s=self.now_s,
+            turn_id=turn_id,
+            prompt_tokens=tokens,
+            output_tokens=100,
+            cached_tokens=tokens // 2,
+            tool=f"tool-{turn_id % 6}",
+        )
         if turns_left:
             yield ToolStarted(self.now_s, program_id, "edit")
             yield ProgramHinted(self.now_s, program_id, self._rng.random())

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs import invariants
+from thunderagent.programs.messages import TurnAsk, TurnEnd
 from thunderagent.programs.model.decisions import Decision, Grant, Reject, Release
 from thunderagent.programs.model.events import (
     Event,
@@ -20,9 +21,6 @@ from thunderagent.programs.model.events import (
     ProgramsReleased,
     Tick,
     ToolStarted,
-    TurnAbandoned,
-    TurnArrived,
-    TurnFinished,
 )
 from thunderagent.programs.model.fleet_events import (
     GrantsContinued,
@@ -127,7 +125,7 @@ class PoolsMachine(RuleBasedStateMachine):
         self.models[turn_id] = model
         if name := self.pools.partly_name(model):
             self.send(ModelAsked(self.now_s, turn_id, name))
-        self.send(TurnArrived(self.now_s, turn_id, program_id, prompt_bytes=kilobytes * 1000))
+        self.send(TurnAsk(now_s=self.now_s, turn_id=turn_id, program_id=program_id, prompt_bytes=kilobytes * 1000))
         assert turn_id not in self.pools.turns or not self.pools.several or turn_id in pool.scheduler.turns
         if turn_id in self.granted and model in self.pools.models:
             assert (self.pools.listing_of(self.granted[turn_id]) or (model,)).count(model), "not where its model is"
@@ -138,7 +136,11 @@ class PoolsMachine(RuleBasedStateMachine):
         turn_id = data.draw(st.sampled_from(sorted(self.granted)))
         del self.granted[turn_id]
         self.send(
-            TurnAbandoned(self.now_s, turn_id) if leaves else TurnFinished(self.now_s, turn_id, 400, 20, 0, "bash")
+            TurnEnd(now_s=self.now_s, turn_id=turn_id, outcome="abandoned")
+            if leaves
+            else TurnEnd(
+                now_s=self.now_s, turn_id=turn_id, prompt_tokens=400, output_tokens=20, cached_tokens=0, tool="bash"
+            )
         )
         assert turn_id not in self.pools.turns
 

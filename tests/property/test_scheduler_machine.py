@@ -14,11 +14,11 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.book.accounts import Account
 from thunderagent.programs.invariants import check
+from thunderagent.programs.messages import ProgramLimits, TurnAsk, TurnEnd
 from thunderagent.programs.model.advice.hints import KEEPS
 from thunderagent.programs.model.decisions import Decision, Grant, Pause, Reject, Release, Unmark
 from thunderagent.programs.model.events import (
     Event,
-    PinnedTurnArrived,
     ProgramHinted,
     ProgramJudged,
     ProgramOpened,
@@ -27,12 +27,8 @@ from thunderagent.programs.model.events import (
     Tick,
     ToolEnded,
     ToolStarted,
-    TurnAbandoned,
     TurnAdopted,
-    TurnArrived,
     TurnDue,
-    TurnFailed,
-    TurnFinished,
     TurnProgressed,
     TurnStarted,
 )
@@ -63,12 +59,11 @@ from thunderagent.programs.model.fleet_events import (
     TierPolled,
     TurnLimited,
 )
-from thunderagent.programs.model.policy import HINT_RATIO
 from thunderagent.programs.model.records.kept import BranchRecord, ProgramRecord, ProgramsAdopted
 from thunderagent.programs.model.records.learned import CapacityRecord
-from thunderagent.programs.model.records.limits import ProgramLimits
 from thunderagent.programs.model.records.signals import GpuEnd, GpuSubmit, Signal, ToolNum
 from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.policy import HINT_RATIO
 from thunderagent.programs.scheduler import Scheduler
 
 EXAMPLES_COUNT = int(os.environ.get("SCHEDULER_EXAMPLES", "12"))
@@ -226,7 +221,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.there_was_token_s[account] = before_token_s + (capacity_tokens * elapsed_s if elapsed_s else 0.0)
         decisions = self.scheduler.handle(event)
         self.log.append((event, list(decisions)))
-        if isinstance(event, TurnArrived) and event.supersedes_id is not None:
+        if isinstance(event, TurnAsk) and event.supersedes_id is not None:
             self.answered.add(event.supersedes_id)
             assert event.supersedes_id not in self.scheduler.turns
         for decision in decisions:
@@ -325,18 +320,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             limits = ProgramLimits(6, 4000, 600.0, 20.0 + turn_id % 7, turns=3, ends=turn_id % 2 == 0)
             self.send(TurnLimited(self.now_s, turn_id, limits))
         self.send(
-            TurnArrived(
-                self.now_s,
-                turn_id,
-                program_id,
-                branch_id,
-                size * 4,
-                avoid,
-                prefix,
-                group_id,
-                deadline_s=None if patience_s is None else self.now_s + patience_s,
+            TurnAsk(
+                now_s=self.now_s,
+                turn_id=turn_id,
+                program_id=program_id,
+                branch_id=branch_id,
+                prompt_bytes=size * 4,
+                avoid_replica_id=avoid,
+                prefix=prefix,
+                group_id=group_id,
+                patience_s=patience_s,
                 supersedes_id=supersedes_id,
-                waiting_since_s=None if age_s is None else self.now_s - age_s,
+                waited_s=age_s,
                 parent_id=parent_id,
                 tenant=tenant,
                 wanted_replica_id=wanted,
@@ -360,7 +355,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> int:
         turn_id = self.next_turn_id
         self.next_turn_id += 1
-        arrived = TurnArrived(self.now_s, turn_id, program_id, branch_id, size * 4, parent_id=parent_id, tenant=tenant)
+        arrived = TurnAsk(
+            now_s=self.now_s,
+            turn_id=turn_id,
+            program_id=program_id,
+            branch_id=branch_id,
+            prompt_bytes=size * 4,
+            parent_id=parent_id,
+            tenant=tenant,
+        )
         replica = self.scheduler.replicas.get(replica_id)
         grants = replica is not None and replica.grants
         self.leaving = {}  # it runs beside the turns of a program that leaves
@@ -428,7 +431,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def pinned_turn_arrives(self, replica_id: str, size: int) -> int:
         turn_id = self.next_turn_id
         self.next_turn_id += 1
-        self.send(PinnedTurnArrived(self.now_s, turn_id, replica_id, size * 4))
+        self.send(TurnAsk(now_s=self.now_s, turn_id=turn_id, pinned_replica_id=replica_id, prompt_bytes=size * 4))
         return turn_id
 
     @rule(target=turns, program_id=st.sampled_from(["a", "b"]), count=st.integers(2, 8))
@@ -465,17 +468,26 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         turn = self.scheduler.turns.get(turn_id)
         if turn is not None and turn_id in self.answered:
-            self.send(TurnFinished(self.now_s, turn_id, prompt, output, cached, tool))
+            self.send(
+                TurnEnd(
+                    now_s=self.now_s,
+                    turn_id=turn_id,
+                    prompt_tokens=prompt,
+                    output_tokens=output,
+                    cached_tokens=cached,
+                    tool=tool,
+                )
+            )
 
     @rule(turn_id=consumes(turns), failed=st.booleans())
     def turn_is_lost(self, turn_id: int, failed: bool) -> None:
-        self.send((TurnFailed if failed else TurnAbandoned)(self.now_s, turn_id))
+        self.send(TurnEnd(turn_id, outcome="failed" if failed else "abandoned", now_s=self.now_s))
         self.answered.add(turn_id)
 
     @rule(turn_id=turns)
     def turn_ends_again(self, turn_id: int) -> None:
         if turn_id not in self.scheduler.turns:
-            self.send(TurnAbandoned(self.now_s, turn_id))
+            self.send(TurnEnd(now_s=self.now_s, turn_id=turn_id, outcome="abandoned"))
 
     @rule(program_id=PROGRAMS.filter(bool), generation=st.none() | st.integers(0, 20))
     def program_is_released(self, program_id: str, generation: int | None) -> None:
@@ -531,7 +543,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for turn in turns:
             self.turn_arrives(program_id if turn.program is None else turn.program.program_id, branch_id, 100, None)
             if turn.turn_id in self.scheduler.turns:
-                self.send(TurnFinished(self.now_s, turn.turn_id))
+                self.send(TurnEnd(now_s=self.now_s, turn_id=turn.turn_id))
         replica = self.scheduler.replicas.get(replica_id)
         assert replica is None or not replica.programs, f"still there: {replica!r}"
         assert replica is None or not replica.up or not replica.account.turn_count, f"still there: {replica!r}"
@@ -702,7 +714,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.heard == first_heard
         self.what_was_heard_adds_up()
         for turn_id in list(self.scheduler.turns):
-            self.send(TurnAbandoned(self.now_s, turn_id))
+            self.send(TurnEnd(now_s=self.now_s, turn_id=turn_id, outcome="abandoned"))
         for program in list(self.scheduler.programs.values()):
             self.send(ProgramReleased(self.now_s, program.program_id))
         check(self.scheduler)

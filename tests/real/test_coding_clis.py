@@ -21,7 +21,8 @@ from benchmarks.environments import made_once
 from tests.integration.support import running_proxy
 from tests.real.scripted_model import ScriptedModel
 from tests.real.test_integrations import PAGES, Seen, python, run_script  # noqa: F401 - a fixture
-from thunderagent.programs.model.events import Event, TurnArrived, TurnFinished
+from thunderagent.programs.messages import TurnAsk, TurnEnd
+from thunderagent.programs.model.events import Event
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -131,13 +132,13 @@ async def test_claude_code_says_which_sub_agent_called_which(programs_folder: Pa
     asked = {"description": "ask", "prompt": "What is the weather?", "run_in_background": False}
     script = ScriptedModel(tool="Agent", arguments=asked, leaf_header="X-Claude-Code-Parent-Agent-Id")
     async with script.running() as model, running_proxy(model.url) as proxy:
-        arrived: list[TurnArrived] = []
+        arrived: list[TurnAsk] = []
         branches_counts: list[int] = []
 
         def see(event: Event, decisions: Sequence[Decision]) -> None:
-            if isinstance(event, TurnArrived):
+            if isinstance(event, TurnAsk):
                 arrived.append(event)
-            elif isinstance(event, TurnFinished):
+            elif isinstance(event, TurnEnd) and event.outcome == "finished":
                 branches_counts.extend(len(program.branches) for program in proxy.runtime.scheduler.programs.values())
 
         proxy.runtime.observe(see)

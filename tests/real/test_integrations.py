@@ -18,8 +18,9 @@ import pytest
 from benchmarks.environments import RealEngineError, ensure_environment
 from tests.integration.support import metrics_of, running_proxy
 from tests.real.scripted_model import ScriptedModel
+from thunderagent.programs.messages import TurnAsk, TurnEnd
 from thunderagent.programs.model.decisions import Decision
-from thunderagent.programs.model.events import Event, ProgramReleased, TurnArrived, TurnFinished
+from thunderagent.programs.model.events import Event, ProgramReleased
 from thunderagent.simulator.embedded.options import ServerConfig
 from thunderagent.simulator.embedded.server import running
 from thunderagent.simulator.engine.records import EngineConfig
@@ -74,10 +75,10 @@ class Seen:
         self.released: list[str] = []
 
     def __call__(self, event: Event, decisions: Sequence[Decision]) -> None:
-        if isinstance(event, TurnArrived):
+        if isinstance(event, TurnAsk):
             self.arrived.append(event.program_id)
             self.branches.append(event.branch_id)
-        elif isinstance(event, TurnFinished):
+        elif isinstance(event, TurnEnd) and event.outcome == "finished":
             self.finished_count += 1
             self.tools.append(event.tool)
             assert event.prompt_tokens

@@ -11,8 +11,8 @@ from typing import Any
 
 from tests.builders import Driver
 from thunderagent.policy_loader import Setting, load_policy
+from thunderagent.programs.messages import TurnAsk, TurnEnd
 from thunderagent.programs.model.events import (
-    PinnedTurnArrived,
     ProgramJudged,
     ProgramOpened,
     ProgramReleased,
@@ -20,11 +20,7 @@ from thunderagent.programs.model.events import (
     Tick,
     ToolEnded,
     ToolStarted,
-    TurnAbandoned,
-    TurnArrived,
     TurnDue,
-    TurnFailed,
-    TurnFinished,
     TurnProgressed,
     TurnStarted,
 )
@@ -47,8 +43,8 @@ from thunderagent.programs.model.fleet_events import (
     ResidencyReported,
     RouteSet,
 )
-from thunderagent.programs.model.policy import Policy
 from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.policy import Policy
 
 SETTINGS = SchedulerSettings(
     idle_limit_s=20.0,
@@ -93,7 +89,7 @@ class History:
             (60, self.turn_goes_on),
             (6, self.turn_is_lost),
             (8, self.turn_is_tried_again),
-            (3, lambda: self.send(PinnedTurnArrived, self.new_id(None), self.replica(), 4 * roll.randrange(900))),
+            (3, self.pinned_turn_arrives),
             (4, lambda: self.send(ProgramOpened, self.name(), roll.choice(("", "g")), roll.choice(("", "a")))),
             (5, lambda: self.send(ToolStarted, self.name(), roll.choice(("", "make")), roll.random() < 0.5)),
             (5, lambda: self.send(ToolEnded, self.name(), roll.random() < 0.5)),
@@ -114,7 +110,7 @@ class History:
             self.driver.passes(self.random.choice((0.013, 0.07, 0.31, 0.9)) * (0.5 + self.random.random()))
             self.random.choices(self.things, weights)[0][1]()
         for turn_id in list(self.turns):
-            self.send(TurnAbandoned, turn_id)
+            self.send(TurnEnd, turn_id=turn_id, outcome="abandoned")
         for _ in range(3):
             self.driver.passes(31.0)
             self.send(Tick)
@@ -122,7 +118,9 @@ class History:
 
     def send(self, kind: type[Any], *fields: object, **more: object) -> None:
         """Send an event now; forget turns that were rejected, or replaced by another."""
-        self.driver.send(kind(round(self.driver.now_s, 6), *fields, **more))
+        now_s = round(self.driver.now_s, 6)
+        is_message = kind in (TurnAsk, TurnEnd)
+        self.driver.send(kind(now_s=now_s, **more) if is_message else kind(now_s, *fields, **more))
         for turn_id in [turn_id for turn_id in self.turns if turn_id in self.driver.rejected_for]:
             del self.turns[turn_id]
 
@@ -141,19 +139,20 @@ class History:
         roll = self.random
         if program_id is None and roll.random() < 0.96:
             program_id = self.name()
+        now_s = round(self.driver.now_s, 6)
         deadline_s = self.driver.now_s + roll.uniform(0.1, 15.0) if roll.random() < 0.3 else None
         self.send(
-            TurnArrived,
-            self.new_id(program_id),
-            program_id,
-            roll.choice(("", "", "", "", "sub", "below")),
-            4 * roll.randrange(20, 1300),
-            self.replica() if roll.random() < 0.1 else None,
-            roll.choice(PREFIXES),
-            roll.choice(("", "", "g", "h")),
-            deadline_s,
-            supersedes_id,
-            self.driver.now_s - 3.0 if roll.random() < 0.1 else None,
+            TurnAsk,
+            turn_id=self.new_id(program_id),
+            program_id=program_id,
+            branch_id=roll.choice(("", "", "", "", "sub", "below")),
+            prompt_bytes=4 * roll.randrange(20, 1300),
+            avoid_replica_id=self.replica() if roll.random() < 0.1 else None,
+            prefix=roll.choice(PREFIXES),
+            group_id=roll.choice(("", "", "g", "h")),
+            patience_s=None if deadline_s is None else deadline_s - now_s,
+            supersedes_id=supersedes_id,
+            waited_s=now_s - (self.driver.now_s - 3.0) if roll.random() < 0.1 else None,
             parent_id=roll.choice(("", "", "", "a", "b", "gone")),
             tenant=roll.choice(("", "red", "blue")),
             wanted_replica_id=self.replica() if roll.random() < 0.05 else None,
@@ -161,6 +160,11 @@ class History:
             role=roll.choice(("", "coder")),
             media=(("image", 60),) if roll.random() < 0.05 else (),
         )
+
+    def pinned_turn_arrives(self) -> None:
+        turn_id, replica_id = self.new_id(None), self.replica()
+        prompt_bytes = 4 * self.random.randrange(900)
+        self.send(TurnAsk, turn_id=turn_id, pinned_replica_id=replica_id, prompt_bytes=prompt_bytes)
 
     def granted(self) -> list[int]:
         return [turn_id for turn_id in self.turns if turn_id in self.driver.granted_on]
@@ -179,14 +183,20 @@ class History:
             del self.turns[turn_id]
             prompt_tokens, cached_tokens = roll.choice((None, roll.randrange(20, 1300))), roll.randrange(900)
             tool = roll.choice(("", "ls", "make"))
-            told = (prompt_tokens, roll.choice((None, roll.randrange(300))), roll.choice((None, cached_tokens)), tool)
-            self.send(TurnFinished, turn_id, *told)
+            self.send(
+                TurnEnd,
+                turn_id=turn_id,
+                prompt_tokens=prompt_tokens,
+                output_tokens=roll.choice((None, roll.randrange(300))),
+                cached_tokens=roll.choice((None, cached_tokens)),
+                tool=tool,
+            )
 
     def turn_is_lost(self) -> None:
         if self.turns:
             turn_id = self.random.choice(list(self.turns))
             del self.turns[turn_id]
-            self.send(self.random.choice((TurnFailed, TurnAbandoned, TurnAbandoned)), turn_id)
+            self.send(TurnEnd, turn_id=turn_id, outcome=self.random.choice(("failed", "abandoned", "abandoned")))
 
     def turn_is_tried_again(self) -> None:
         if self.turns:

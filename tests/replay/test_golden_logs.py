@@ -26,6 +26,14 @@ def test_a_recorded_log_is_decided_as_it_was(name: str) -> None:
     assert report.decisions_count > 100
 
 
+def test_a_log_of_the_former_format_is_decided_as_it_was() -> None:
+    """There a turn arrived and ended by events of other names, with times in place of durations."""
+    with (log_of("").parent / "format-1" / "history-admission.jsonl").open("rb") as lines:
+        report = replay(lines, after_event=check)
+    assert report.difference is None, report.difference
+    assert report.decisions_count > 100
+
+
 @pytest.mark.parametrize("name", [*POLICIES, *HISTORIES])
 def test_the_generator_writes_the_golden_log_again(name: str, tmp_path: Path) -> None:
     """The files are byte for byte what the script writes: none was edited by hand."""
@@ -66,7 +74,7 @@ def test_a_changed_decision_is_shown_with_its_line(tmp_path: Path, capsys: pytes
     changed.write_bytes(b"".join(lines))
     assert main(["replay", str(changed)]) == 1
     out = capsys.readouterr().out
-    assert f"a decision differs at line {number + 1}: TurnArrived(" in out
+    assert f"a decision differs at line {number + 1}: TurnAsk(" in out
     assert "r9" in out.split("logged:")[1].split("decided:")[0]
     assert "r0" in out.split("decided:")[1]
 

@@ -37,14 +37,13 @@ from thunderagent.cli.serve import LIST_FIELDS
 from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
 from thunderagent.policy_loader import PRESETS, load_policy
 from thunderagent.programs.invariants import check
+from thunderagent.programs.messages import TurnAsk, TurnEnd
 from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.events import ProgramReleased, Tick, TurnArrived, TurnFinished
+from thunderagent.programs.model.events import ProgramReleased, Tick
 from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
 from thunderagent.programs.model.places import ALLOWED
-from thunderagent.programs.model.policy import Policy
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import AccountView, ProgramView, ReplicaView
 from thunderagent.programs.policies import PARTS, POLICIES
+from thunderagent.programs.policy import AccountView, Policy, ProgramView, ReplicaView, View
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.judge.prompt import DEFAULT_PROMPT
 from thunderagent.proxy.watch.event_feed import KINDS, SIGNAL_KINDS
@@ -498,11 +497,11 @@ def drive(scheduler: Scheduler) -> None:
     send(ReplicaPolled(0.0, "r", 10_000))
     send(ReplicaUp(0.0, "r"))
     for turn_id in range(4):
-        send(TurnArrived(1.0 + turn_id, turn_id, f"p{turn_id}", prompt_bytes=16_000))
+        send(TurnAsk(now_s=1.0 + turn_id, turn_id=turn_id, program_id=f"p{turn_id}", prompt_bytes=16_000))
     assert {0} <= granted <= {0, 1}  # a policy may leave room for the first to grow
     for turn_id in range(4):
         now_s = 10.0 * (turn_id + 1)
-        send(TurnFinished(now_s, turn_id, 3800, 200, 0))
+        send(TurnEnd(now_s=now_s, turn_id=turn_id, prompt_tokens=3800, output_tokens=200, cached_tokens=0))
         send(ProgramReleased(now_s + 1, f"p{turn_id}"))
         send(Tick(now_s + 6))
     assert granted == {0, 1, 2, 3}

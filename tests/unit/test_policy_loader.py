@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from math import inf
 
 from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.policy import ClaimRules, Placement
+from thunderagent.programs.policy import ClaimRules, Placement, Policy
 from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.policies.helpers import restore_waiting
 
 
 @dataclass(frozen=True)
-class LastReplica:
+class LastReplica(Policy):
     """Everybody goes to the replica that was added last."""
 
     limit_tokens: int = 1000
@@ -171,9 +171,15 @@ def test_a_setting_of_the_wrong_kind_is_refused(name: str, settings: dict[str, S
 ONLY_A_CONTROL = """
 from dataclasses import dataclass
 
+from thunderagent.programs.policy import GlobalPolicy, Policy
+
+
+class Nothing(Policy):
+    pass
+
 
 @dataclass(frozen=True)
-class Srtf:
+class Srtf(GlobalPolicy):
     period_s: float = 1.0
     name: str = "srtf"
 
@@ -188,21 +194,26 @@ class Srtf:
         (
             "srtf:Srtf",
             {},
-            "srtf:Srtf cannot be the policy: it has no balance, claim_rules, hold_s, pause_rank, place, restore_rank",
+            "srtf:Srtf cannot be the policy: its class is no subclass of Policy of thunderagent.programs.policy$",
         ),
-        ("cap", {"admission": "srtf:Srtf"}, "srtf:Srtf cannot be the admission: it has no next, rank$"),
-        ("cap", {"order": "srtf:Srtf"}, "srtf:Srtf cannot be the order: it has no restore_rank$"),
-        ("cap", {"victims": "srtf:Srtf"}, "srtf:Srtf cannot be the victims: it has no pause_rank$"),
-        ("cap", {"priority": "srtf:Srtf"}, "srtf:Srtf cannot be the priority: it has no engine_priority$"),
+        ("srtf:Nothing", {}, "srtf:Nothing cannot be the policy: it has no balance, place$"),
+        (
+            "cap",
+            {"admission": "srtf:Srtf"},
+            "srtf:Srtf cannot be the admission: its class is no subclass of Admission ",
+        ),
+        ("cap", {"order": "srtf:Srtf"}, "srtf:Srtf cannot be the order: its class is no subclass of Order "),
+        ("cap", {"victims": "srtf:Srtf"}, "srtf:Srtf cannot be the victims: its class is no subclass of Victims "),
+        ("cap", {"priority": "srtf:Srtf"}, "srtf:Srtf cannot be the priority: its class is no subclass of Engine"),
         (
             "cap",
             {"global_policy": "own_package.scheduling:LastReplica"},
-            "LastReplica cannot be the global_policy: it has no decide, period_s$",
+            "LastReplica cannot be the global_policy: its class is no subclass of GlobalPolicy ",
         ),
         (
             "cap",
             {"global_policy": "balance+own_package.scheduling:LastReplica"},
-            "scheduling:LastReplica cannot be the global_policy: it has no",
+            "scheduling:LastReplica cannot be the global_policy: its class is no subclass",
         ),
     ],
 )
@@ -268,6 +279,6 @@ def test_a_setting_that_would_be_without_effect_is_refused() -> None:
 def test_what_a_policy_passes_on_it_has(name: str) -> None:
     """Each is a setting of the policy, and of an existing kind of part."""
     factory = POLICIES[name]
-    for key, kind in getattr(factory, "part_settings", {}).items():
+    for key, kind in factory.part_settings.items():
         assert kind in PARTS
         load_policy(name, {key: 0})

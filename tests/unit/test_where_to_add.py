@@ -26,32 +26,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import ClassVar
 
 from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.policy import ClaimRules, Moment, Placement
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import ProgramView, ReplicaView
 from thunderagent.programs.policies.helpers import restore_waiting
+from thunderagent.programs.policy import Moment, Placement, Policy, ProgramView, ReplicaView, View
 
 
 @dataclass(frozen=True, slots=True)
-class OneEach:
+class OneEach(Policy):
     """Let a program in where none is."""
 
     name: ClassVar[str] = "one-each"
-    claim_rules: ClassVar[ClaimRules] = ClaimRules()
-    tick_s: ClassVar[float] = 1.0
-
-    def pause_rank(self, program: ProgramView) -> float:
-        return program.opened_s
 
     def restore_rank(self, program: ProgramView) -> float:
         return len(program.program_id)
-
-    def hold_s(self, view: View, program: ProgramView) -> float:
-        return inf
 
     def place(self, view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
         for replica in candidates:

@@ -6,7 +6,7 @@ A turn needs a lease. The carrier of its bytes says in a `TurnAsk` all that a sc
 given a `Lease`: where the turn may run, at which URL and priority, and the generation of its program. When the answer
 is complete, or there will be none, a `TurnEnd` says how it went. The three know no HTTP request, no socket and no
 scheduler. They are msgspec structs: a gateway can send (as arrays, by msgpack) what a single process passes by
-reference. Times are durations, not moments: two processes share no clock.
+reference, and the core handles as events. Times are durations, not moments: two processes share no clock.
 
 A carrier also has a `ReplicaMap`, which is pushed to it and which it only reads, and may ask a few questions, each of
 which a link to a remote scheduler can answer too (`LeaseSource`). It never reads the scheduler's tables.
@@ -19,74 +19,35 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
 
+from thunderagent.programs.messages import Outcome, TurnAsk, TurnEnd, TurnHint
 from thunderagent.programs.model.decisions import Decision
-from thunderagent.programs.model.events import Event, Media, PrefixCut
-from thunderagent.programs.model.records.limits import ProgramLimits
+from thunderagent.programs.model.events import Event
 
 if TYPE_CHECKING:
     from thunderagent.leases.open_lease import OpenLease
 
-Outcome = Literal["finished", "failed", "refused", "abandoned"]
-"""How a turn ended: its answer is complete, its replica failed it, its engine refused it, or its client left."""
+__all__ = [
+    "FAIL_OPEN",
+    "UNBOUNDED",
+    "FleetSource",
+    "Lease",
+    "LeaseSource",
+    "Outcome",
+    "ReplicaMap",
+    "ReplicaState",
+    "TurnAsk",
+    "TurnEnd",
+    "TurnHint",
+]
 
 UNBOUNDED = nullcontext()
 
 FAIL_OPEN = "fail_open"
 """The reason of a lease that a carrier granted itself, because there was no scheduler for long."""
-
-
-class TurnHint(Struct, frozen=True, array_like=True, gc=False):
-    """A client's hint on its program's next turn; for details see `ProgramHinted`."""
-
-    next_turn_in_s: float | None = None
-    confidence_ratio: float = 1.0
-    keep: str = ""
-
-
-class TurnAsk(Struct, frozen=True, kw_only=True, array_like=True, tag="acquire", gc=False):
-    """A turn that wants to run: all that a scheduler may know of it. For details see `TurnArrived`.
-
-    `turn_id` is from `LeaseSource.new_turn_id`. A turn without a `program_id` is anonymous, and only such a turn may be
-    pinned to the replica that its client chose.
-    """
-
-    turn_id: int
-    program_id: str | None = None
-    branch_id: str = ""
-    parent_branch_id: str = ""
-    parent_id: str = ""
-    tenant: str = ""
-    group_id: str = ""
-    program_class: str = ""
-    role: str = ""
-    prompt_bytes: int = 0
-    prefix: tuple[PrefixCut, ...] = ()
-    media: Media = ()
-    patience_s: float | None = None
-    """How long its client will still wait for it; None is for ever."""
-    waited_s: float | None = None
-    """How long its client already waited, with earlier attempts; None for the first."""
-    supersedes_id: int | None = None
-    """The attempt that this one replaces. A waiter for its lease, or its holder, is not told."""
-    avoid_replica_id: str | None = None
-    pinned_replica_id: str | None = None
-    wanted_replica_id: str | None = None
-    abortable: bool = False
-    """Whether a trainer may end its wait."""
-    hint: TurnHint | None = None
-    """What comes after it, counted from its end."""
-    model: str = ""
-    """Its model; empty if none is named, or it does not matter (`ReplicaMap.names_models`)."""
-    attempt_key: str = ""
-    """Common to all attempts at one turn, whichever gateway they come to; empty if its client gave none."""
-    engine_request_id: str = ""
-    """By which its client may have an engine abort it; empty if it gave none."""
-    limits: ProgramLimits | None = None
-    """What its program may use, by its headers and its key."""
 
 
 class Lease(Struct, frozen=True, array_like=True, tag="grant", gc=False):
@@ -104,26 +65,6 @@ class Lease(Struct, frozen=True, array_like=True, tag="grant", gc=False):
     reason: str
     held_s: float
     """How long the turn was held."""
-
-
-class TurnEnd(Struct, frozen=True, array_like=True, tag="end", gc=False):
-    """The end of a turn with a lease, with its usage as far as the engine reported it."""
-
-    turn_id: int
-    program_id: str | None
-    generation: int
-    outcome: Outcome
-    prompt_tokens: int | None = None
-    output_tokens: int | None = None
-    cached_tokens: int | None = None
-    tool: str = ""
-    """Which tool the answer calls; empty if it calls none."""
-    is_error: bool = False
-    """Whether a failed turn had an answer, which reported an error inside."""
-    verdict: str = ""
-    """Whose fault a bad end is: a `TurnVerdict`; empty if unknown, or it is tried again."""
-    cause: str = ""
-    """A word for the cause: the code of an error, or the status of an answer."""
 
 
 class ReplicaState(Struct, frozen=True, array_like=True, gc=False):

@@ -7,16 +7,18 @@ always give the same decisions, on a server, in a simulation, and in a replay of
 
 Each event does three things, in this order:
 
-1. A handler (`handlers/`) books what happened, and asks at most for a place: where may the program of an arrived turn
-   be active now? The policy answers (`place`), and the core checks the answer; if nowhere, the program waits.
-2. If the event may have freed room, or time has passed, the core *balances*: it admits programs, asks about those that
-   wait for one replica, and lets the policy make proposals. The view checks each proposal and carries it out at once.
+1. A handler (`handlers/`) books what happened, and returns why a balance is due, if one is. It asks at most for a
+   place: where may the program of an arrived turn be active now? The policy answers (`place`), and the core checks the
+   answer; if nowhere, the program waits.
+2. If one is due, because the event may have freed room, or time has passed, the core *balances*: it admits programs,
+   asks about those that wait for one replica, and lets the policy make proposals. The view checks each proposal and
+   carries it out at once.
 3. The rules *settle* what applies under every policy (`rules/`): turns whose clients would give up are let in, and
    turns of programs whose parents wait for them; what tenants had is counted.
 
 A program's state is its place (`model/places.py`). Only `Book.move` changes it, and only `Book.resize` changes its
 size. Sums, orders, story and decisions are updated there, so a policy never sees a claim that is in no sum, or in two.
-The verbs are in `core.py`; signals tell a policy what it wants to hear (`verbs/stream.py`).
+The verbs are in `transitions.py`; signals tell a policy what it wants to hear (`Stream`).
 """
 
 from __future__ import annotations
@@ -28,7 +30,6 @@ from typing import Any, Final
 from thunderagent.programs.book.book import Book
 from thunderagent.programs.book.paused_queue import PausedQueue
 from thunderagent.programs.book.replica import Replica
-from thunderagent.programs.core import Core
 from thunderagent.programs.handlers.adoption import Adoption
 from thunderagent.programs.handlers.anonymous import Anonymous
 from thunderagent.programs.handlers.arrivals import Arrivals
@@ -39,20 +40,16 @@ from thunderagent.programs.handlers.turns import Turns
 from thunderagent.programs.learned.knowledge import LEAST_IDLE_LIMIT_S, Knowledge
 from thunderagent.programs.model.decisions import Decision
 from thunderagent.programs.model.events import Event, Tick, TurnDue
-from thunderagent.programs.model.policy import Moment, Policy
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.records.learned import LearnedRecord
 from thunderagent.programs.model.settings import SchedulerSettings
-from thunderagent.programs.operations import Operations
+from thunderagent.programs.policy import Moment, Policy
 from thunderagent.programs.rules.families import Families
 from thunderagent.programs.rules.limits import Limits
 from thunderagent.programs.rules.patience import Deadlines
 from thunderagent.programs.rules.tenants import Tenants
 from thunderagent.programs.rules.verbs import Rule
-from thunderagent.programs.verbs.global_policy import GlobalPolicies
-from thunderagent.programs.verbs.placing import Placing
-from thunderagent.programs.verbs.stream import Stream
-from thunderagent.programs.view import SchedulerView
+from thunderagent.programs.transitions import Core, GlobalPolicies, Operations, Placing, SchedulerView, Stream
 
 OVERCOMMITTED_RATIO: Final = 1.1
 """Above this part of its limit, claims are not what a replica should keep: it takes time until some are given up."""
@@ -71,13 +68,13 @@ class Scheduler:
     def __init__(self, policy: Policy, settings: SchedulerSettings | None = None) -> None:
         """Create a scheduler without replicas and programs."""
         self.policy = policy
-        self._plans = getattr(policy, "hold_threshold_s", None) is not None
+        self._plans = policy.holds_by_cost
         self.settings = settings = settings or SchedulerSettings()
         rules = policy.claim_rules
         self.knowledge = Knowledge(rules)
         self._pace = self.knowledge.restore_pace
         self.tenants = Tenants(settings.tenant_weight_ratios) if settings.fair_tenants else None
-        admission = getattr(policy, "admission", None)
+        admission = policy.admission
         self.admission_name: str = "" if admission is None else admission.name
         """The admission's name; empty if all programs may begin."""
         unadmitted_rank = None if admission is None else admission.rank
@@ -91,8 +88,7 @@ class Scheduler:
         self.deadlines = Deadlines(settings.patience_margin_s, settings.patience_ratio)
         self.limits = Limits(book, settings, self.knowledge.idle_limit_s, LEAST_IDLE_LIMIT_S)
         self.view = view = SchedulerView(book, provisions_replicas=settings.provisions_replicas)
-        observes_all = getattr(policy, "observes_all", True)
-        self.stream = Stream(book, self.knowledge, view, getattr(policy, "observe", None), observes_all=observes_all)
+        self.stream = Stream(book, self.knowledge, view, policy.observers(), observes_all=policy.observes_all)
         self.global_policies = GlobalPolicies(policy, book, view)
         self.core = core = Core(
             policy,
@@ -114,7 +110,7 @@ class Scheduler:
         anonymous = Anonymous(core)
         self._lives = Lives(core, settings)
         self.refused_ids = self._lives.refused_ids
-        self._handlers: dict[type[Any], Callable[[Any], None]] = {
+        self._handlers: dict[type[Any], Callable[[Any], Moment | None]] = {
             TurnDue: self._turn_due,
             Tick: self._tick,
             **Arrivals(core, self._lives, anonymous).handlers(),
@@ -145,8 +141,9 @@ class Scheduler:
 
     def learned(self) -> LearnedRecord:
         """Return all that was learned, including the policy's order."""
-        learned, export = self.knowledge.export(), getattr(getattr(self.policy, "order", None), "export", None)
-        return learned if export is None else replace(learned, lengths=export())
+        learned, order = self.knowledge.export(), self.policy.order
+        lengths = None if order is None else order.export()
+        return learned if lengths is None else replace(learned, lengths=lengths)
 
     def handle(self, event: Event) -> list[Decision]:
         """Handle one event; return the decisions in the order in which they were made.
@@ -164,7 +161,11 @@ class Scheduler:
             self.tenants.advance(now_s)
         decisions = book.decisions = []
         core.active_before_count = book.active_count
-        self._handlers[type(event)](event)
+        due = self._handlers[type(event)](event)
+        if due is not None:
+            core.balance(due)
+            if type(event) is Tick:
+                self._tick_ends()
         for rule in self._rules:
             if rule.due_s <= now_s:
                 rule.settle(core)
@@ -196,7 +197,7 @@ class Scheduler:
     def _turn_due(self, event: TurnDue) -> None:
         """Do nothing: the rules, which follow every event, grant the turn that is due."""
 
-    def _tick(self, event: Tick) -> None:  # noqa: ARG002 - its time was taken in already
+    def _tick(self, event: Tick) -> Moment:  # noqa: ARG002 - its time was taken in already
         self._pace.accrue(self.book.now_s, waiting=self._pace.waiting)
         self.families.look_again()
         self.limits.enforce(self.core)
@@ -204,9 +205,12 @@ class Scheduler:
             self._correct_capacities()
         if self._plans:
             self._plan_holding()
-        self.core.balance(Moment.TICK)
+        return Moment.TICK
+
+    def _tick_ends(self) -> None:
+        """Ask the global policies, and balance where they changed anything."""
         if self.global_policies.decide():
-            self.core.balance(Moment.TURN_ENDED)  # where it changed anything
+            self.core.balance(Moment.TURN_ENDED)
         self.view.previous_tick_s = self.book.now_s
 
     def _correct_capacities(self) -> None:

@@ -16,18 +16,21 @@ from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
+from msgspec import structs
 
 from thunderagent.errors import EventLogError
 from thunderagent.policy_loader import load_policy, parse_setting
 from thunderagent.programs.learned.goodput import Goodput
+from thunderagent.programs.messages import Media, PrefixCut, ProgramLimits, TurnAsk, TurnEnd
 from thunderagent.programs.model.decisions import Decision
-from thunderagent.programs.model.events import Event, Media, PrefixCut, TurnAdopted, TurnArrived
-from thunderagent.programs.model.records.limits import ProgramLimits
+from thunderagent.programs.model.events import Event
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.pools import Handled, share
 from thunderagent.programs.scheduler import Scheduler
 
-FORMAT = "thunderagent-events/1"
+FORMAT = "thunderagent-events/2"
+OLDER_FORMAT = "thunderagent-events/1"
+"""Its turns arrive and end by events of other names, which are read as what they are now."""
 EVENTS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Event)}
 
 Record = tuple[Event, Any, int]
@@ -62,7 +65,7 @@ class EventLogWriter:
     def write(self, event: Event, decisions: list[Decision]) -> None:
         """Append one event with its decisions."""
         named = [(type(decision).__name__, decision) for decision in decisions]
-        self._file.write(self._encoder.encode((type(event).__name__, event, named)) + b"\n")
+        self._file.write(self._encoder.encode((type(event).__name__, fields_of(event), named)) + b"\n")
 
     def write_pools(self, handled: Iterable[Handled]) -> None:
         """Append what pools heard and decided."""
@@ -71,7 +74,7 @@ class EventLogWriter:
                 self.write(event, decisions)
                 continue
             named = [(type(decision).__name__, decision) for decision in decisions]
-            line = type(event).__name__, event, named, (pool.pool_id, pool.name)
+            line = type(event).__name__, fields_of(event), named, (pool.pool_id, pool.name)
             self._file.write(self._encoder.encode(line) + b"\n")
 
     def flush(self) -> None:
@@ -164,7 +167,7 @@ def _read_header(numbered: Iterator[tuple[int, bytes]]) -> Any:
         raise EventLogError("it is empty: not an event log")
     try:
         header = msgspec.json.decode(line)
-        if header["format"] != FORMAT:
+        if header["format"] not in (FORMAT, OLDER_FORMAT):
             raise EventLogError(f"line {number}: format {header['format']!r} is not {FORMAT!r}")
     except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise EventLogError(f"line {number}: not the header of an event log: {error!r}") from error
@@ -174,22 +177,65 @@ def _read_header(numbered: Iterator[tuple[int, bytes]]) -> Any:
 def _read_record(number: int, line: bytes) -> Record:
     try:
         name, fields, logged, *of_pool = msgspec.json.decode(line)
-        event = _event_of(EVENTS[name], fields)
+        event = _event_of(*_as_now(name, fields))
     except (msgspec.DecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise EventLogError(f"line {number}: not an event: {error!r}") from error
     return event, logged, int(of_pool[0][0]) if of_pool else 0
 
 
+def fields_of(event: Event) -> Any:
+    """Return an event as it is logged: of a message what decides, by its names, unless it is at its default."""
+    if type(event) is not TurnAsk and type(event) is not TurnEnd:
+        return event
+    named = ((name, getattr(event, name), default) for name, default in _DEFAULTS[type(event)])
+    return {name: value for name, value, default in named if value != default}
+
+
+_UNREAD = frozenset({"abortable", "attempt_key", "engine_request_id", "hint", "limits", "model"})
+"""What the core does not read of a message: it is for others, or comes as an event of its own."""
+
+_DEFAULTS: dict[type, tuple[tuple[str, Any], ...]] = {
+    kind: tuple((field.name, field.default) for field in structs.fields(kind) if field.name not in _UNREAD)
+    for kind in (TurnAsk, TurnEnd)
+}
+
+
+def _as_now(name: str, fields: dict[str, Any]) -> tuple[type[Any], dict[str, Any]]:
+    """Return the kind and the fields of an event, which may be from an older log."""
+    if name in ("TurnArrived", "PinnedTurnArrived"):
+        now_s, deadline_s, since_s = (
+            fields["now_s"],
+            fields.pop("deadline_s", None),
+            fields.pop("waiting_since_s", None),
+        )
+        if deadline_s is not None:
+            fields["patience_s"] = deadline_s - now_s
+        if since_s is not None:
+            fields["waited_s"] = now_s - since_s
+        if name == "PinnedTurnArrived":
+            fields["pinned_replica_id"] = fields.pop("replica_id")
+        return TurnAsk, fields
+    if name == "TurnFailed":
+        fields["outcome"] = "refused" if fields.pop("refused", False) else "failed"
+        return TurnEnd, fields
+    if name in ("TurnFinished", "TurnAbandoned"):
+        return TurnEnd, {**fields, "outcome": "finished" if name == "TurnFinished" else "abandoned"}
+    if name == "TurnAdopted" and "arrived" in fields:
+        fields["ask"] = _event_of(*_as_now("TurnArrived", fields.pop("arrived")))
+    return EVENTS[name], fields
+
+
 def _event_of(kind: type[Any], fields: dict[str, Any]) -> Any:
     """Return the event with these fields. A compiled class checks their types itself, and keeps no names of them."""
+    if kind is TurnAsk or kind is TurnEnd:
+        types = {field.name: field.type for field in structs.fields(kind)}
+        return kind(**{name: msgspec.convert(value, types.get(name, Any)) for name, value in fields.items()})
     if _is_interpreted(kind):
         kind(**fields)  # refuses fields that the event does not have
         return msgspec.convert(fields, kind)
     read: dict[str, Any] = {
         name: msgspec.convert(fields[name], shape) for name, shape in _SHAPES.items() if name in fields
     }
-    if kind is TurnAdopted:
-        read["arrived"] = _event_of(TurnArrived, fields["arrived"])
     return kind(**fields | read)
 
 
@@ -203,6 +249,7 @@ _SHAPES = {
     "media": Media,
     "program_ids": tuple[str, ...],
     "limits": ProgramLimits,
+    "ask": TurnAsk,
 }
 """Fields of compiled events that are no single value."""
 

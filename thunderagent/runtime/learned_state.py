@@ -30,10 +30,10 @@ import structlog
 from thunderagent.errors import ConfigurationError, StateError
 from thunderagent.programs.learned.knowledge import Knowledge
 from thunderagent.programs.model.fleet_events import KnowledgeLoaded
-from thunderagent.programs.model.policy import ClaimRules
 from thunderagent.programs.model.records.learned import LearnedRecord
 from thunderagent.programs.policies.parts.least_area import LeastArea
-from thunderagent.programs.pool import Pool
+from thunderagent.programs.policy import ClaimRules
+from thunderagent.programs.pools import Pool
 from thunderagent.runtime.runtime import Runtime
 
 log = structlog.get_logger("thunderagent.learned_state")

@@ -14,9 +14,8 @@ from thunderagent.programs.model.fleet_events import (
     ReplicaKilled,
     RouteSet,
 )
-from thunderagent.programs.operations import NOT_THERE, Operations
-from thunderagent.programs.pool import Pool
-from thunderagent.programs.pools import Pools
+from thunderagent.programs.pools import Pool, Pools
+from thunderagent.programs.transitions import NOT_THERE, Operations
 from thunderagent.runtime.writer import Writer
 
 

@@ -2,7 +2,7 @@
 
 Theory of operation
 ===================
-Everything here runs on one event loop. `Runtime.lease` sends a `TurnArrived`. If the scheduler grants at once, the
+Everything here runs on one event loop. `Runtime.lease` sends the `TurnAsk`. If the scheduler grants at once, the
 lease is returned without a single await; otherwise the caller waits on a future that a later event resolves.
 `leases/` defines what is asked, granted and ended, and what else the carriers of bytes may know: the runtime pushes
 the replicas after each event that changes them, and answers questions, so nobody else reads the scheduler.
@@ -34,12 +34,12 @@ from thunderagent.errors import (
     TooManyProgramsError,
     TurnAbortedError,
 )
-from thunderagent.leases import UNBOUNDED, Lease, TurnAsk, TurnEnd, TurnHint
+from thunderagent.leases import UNBOUNDED, Lease, TurnHint
 from thunderagent.leases.open_lease import OpenLease
+from thunderagent.programs.messages import ProgramLimits, TurnAsk, TurnEnd, least_of
 from thunderagent.programs.model.decisions import Decision, Grant, Reject
 from thunderagent.programs.model.events import (
     Event,
-    PinnedTurnArrived,
     ProgramHinted,
     ProgramJudged,
     ProgramOpened,
@@ -47,12 +47,8 @@ from thunderagent.programs.model.events import (
     ProgramsReleased,
     ToolEnded,
     ToolStarted,
-    TurnAbandoned,
     TurnAdopted,
-    TurnArrived,
     TurnDue,
-    TurnFailed,
-    TurnFinished,
     TurnJudged,
     TurnProgressed,
     TurnStarted,
@@ -73,7 +69,6 @@ from thunderagent.programs.model.fleet_events import (
     TurnLimited,
 )
 from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.records.limits import ProgramLimits, least_of
 from thunderagent.programs.model.verdict import ReplicaState
 from thunderagent.programs.pools import Pools
 from thunderagent.programs.scheduler import Scheduler
@@ -234,12 +229,13 @@ class Runtime:
                 grant = await waiter
         except asyncio.CancelledError:
             self.outcome_counts[self._superseded_or("abandoned", turn_id)] += 1
-            self._writer.dispatch(TurnAbandoned(self.now_s(), turn_id))
+            self._writer.dispatch(TurnEnd(turn_id, ask.program_id, outcome="abandoned", now_s=self.now_s()))
             raise
         except ThunderAgentError as error:
             self.outcome_counts["aborted" if isinstance(error, TurnAbortedError) else "rejected"] += 1
             self._writer.dispatch(TurnJudged(self.now_s(), turn_id, error.turn_verdict, error.code))
-            self._writer.dispatch(TurnAbandoned(self.now_s(), turn_id))  # at a shutdown the scheduler still holds it
+            # at a shutdown the scheduler still holds it
+            self._writer.dispatch(TurnEnd(turn_id, ask.program_id, outcome="abandoned", now_s=self.now_s()))
             raise
         finally:
             self._waiters.pop(turn_id, None)
@@ -264,11 +260,10 @@ class Runtime:
         """Report an arriving turn, and first its model if only some replicas of its pool serve that."""
         if ask.limits is not None or self.settings.program_limits is not None:
             self._tell_limits(ask, now_s)
-        if ask.pinned_replica_id is not None:
-            return self._writer.dispatch(pinned_arrival(ask, ask.pinned_replica_id, now_s))
-        if self.pools.some_partly and (name := self.pools.partly_name(ask.model)):
+        if ask.pinned_replica_id is None and self.pools.some_partly and (name := self.pools.partly_name(ask.model)):
             self._writer.dispatch(ModelAsked(now_s, ask.turn_id, name))
-        return self._writer.dispatch(arrived(ask, now_s))
+        ask.now_s = now_s
+        return self._writer.dispatch(ask)
 
     def _tell_limits(self, ask: TurnAsk, now_s: float) -> None:
         """Report what the program of a turn that comes next may use, if anything limits it."""
@@ -468,14 +463,8 @@ class Runtime:
             self._no_lease_left.set()
         if end.verdict:
             self._writer.dispatch(TurnJudged(self.now_s(), end.turn_id, end.verdict, end.cause))
-        now_s, turn_id = self.now_s(), end.turn_id
-        if end.outcome == "finished":
-            usage = end.prompt_tokens, end.output_tokens, end.cached_tokens
-            self._writer.dispatch(TurnFinished(now_s, turn_id, *usage, end.tool))
-        elif end.outcome == "abandoned":
-            self._writer.dispatch(TurnAbandoned(now_s, turn_id))
-        else:
-            self._writer.dispatch(TurnFailed(now_s, turn_id, refused=end.outcome == "refused"))
+        end.now_s = self.now_s()
+        self._writer.dispatch(end)
 
     def count_end(self, end: TurnEnd) -> None:
         """Count how a turn ended, and its usage; call it directly for a turn without a lease here."""
@@ -492,9 +481,9 @@ class Runtime:
 
         Return False, without counting, if nothing is granted there now.
         """
-        now_s = self.now_s()
+        now_s = ask.now_s = self.now_s()
         self._tell_limits(ask, now_s)
-        self._writer.dispatch(TurnAdopted(now_s, ask.turn_id, replica_id, arrived(ask, now_s)))
+        self._writer.dispatch(TurnAdopted(now_s, ask.turn_id, replica_id, ask))
         adopted = ask.turn_id in self.pools.turns
         if adopted:
             self.leases_count += 1
@@ -697,35 +686,6 @@ class Runtime:
 
 
 # --- Requests as events
-
-
-def pinned_arrival(ask: TurnAsk, replica_id: str, now_s: float) -> PinnedTurnArrived:
-    """Return the event of an arriving turn that must run on a replica."""
-    return PinnedTurnArrived(now_s, ask.turn_id, replica_id, ask.prompt_bytes, ask.media)
-
-
-def arrived(ask: TurnAsk, now_s: float) -> TurnArrived:
-    """Return the event of an arriving turn that is not pinned."""
-    return TurnArrived(
-        now_s,
-        ask.turn_id,
-        ask.program_id,
-        ask.branch_id,
-        ask.prompt_bytes,
-        ask.avoid_replica_id,
-        ask.prefix,
-        ask.group_id,
-        None if ask.patience_s is None else now_s + ask.patience_s,
-        ask.supersedes_id,
-        None if ask.waited_s is None else now_s - ask.waited_s,
-        ask.parent_id,
-        ask.tenant,
-        ask.wanted_replica_id,
-        ask.program_class,
-        ask.role,
-        ask.parent_branch_id,
-        ask.media,
-    )
 
 
 def hinting(program_id: str, hint: TurnHint, branch_id: str, now_s: float) -> ProgramHinted:

@@ -19,8 +19,7 @@ from math import inf
 from thunderagent.errors import ShuttingDownError, UnknownModelError
 from thunderagent.leases import ReplicaMap, ReplicaState, TurnAsk
 from thunderagent.programs.model.program import Program
-from thunderagent.programs.pool import Pool
-from thunderagent.programs.pools import Pools
+from thunderagent.programs.pools import Pool, Pools
 
 SETTLING_LIMIT_S = 5.0
 """How long turns wait at the start for all replicas to report their models."""

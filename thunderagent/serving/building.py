@@ -11,10 +11,10 @@ import structlog
 from thunderagent.config import JUDGE_ON_REPLICAS, ServeConfig
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy, parse_setting
-from thunderagent.programs.model.policy import Policy
-from thunderagent.programs.model.records.limits import NO_PROGRAM_LIMITS, ProgramLimits
+from thunderagent.programs.messages import NO_PROGRAM_LIMITS, ProgramLimits
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.policies import PARTS
+from thunderagent.programs.policy import Policy
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.fleet.client import ClientSettings, ReplicaClient
 from thunderagent.proxy.gate.keys import Keyring
@@ -90,7 +90,7 @@ def build_runtime(config: ServeConfig) -> tuple[Runtime, EventLogWriter | None]:
         return Scheduler(policy_of(config), settings)
 
     policy = policy_of(config)
-    if _holds_nobody(policy):
+    if policy.holds_nobody:
         for kind in ("order", "victims"):
             if kind in policy_settings:
                 log.warning(
@@ -116,13 +116,9 @@ def engine_hold_s_of(config: ServeConfig) -> float | None:
 
     They do under a policy that holds nobody: nothing would end what is held for programs that are over.
     """
-    if not config.engine_plugin or _holds_nobody(policy_of(config)):
+    if not config.engine_plugin or policy_of(config).holds_nobody:
         return None
     return config.engine_hold_s or None
-
-
-def _holds_nobody(policy: object) -> bool:
-    return bool(getattr(getattr(policy, "base", policy), "holds_nobody", False))
 
 
 def client_settings_of(config: ServeConfig, keyring: Keyring, tracing: Tracing | None = None) -> ClientSettings:

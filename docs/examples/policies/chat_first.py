@@ -1,9 +1,11 @@
 # chat_first.py
 from dataclasses import dataclass
 
+from thunderagent.programs.policy import GlobalPolicy
+
 
 @dataclass(frozen=True)
-class ChatFirst:
+class ChatFirst(GlobalPolicy):
     waiting_count: int = 2  # so many may wait for each replica of theirs
     period_s: float = 1.0
     name: str = "chat_first"

@@ -1,9 +1,11 @@
 # lpt.py
 from dataclasses import dataclass
 
+from thunderagent.programs.policy import GlobalPolicy
+
 
 @dataclass(frozen=True)
-class Lpt:
+class Lpt(GlobalPolicy):
     period_s: float = 1.0
     name: str = "lpt"
 

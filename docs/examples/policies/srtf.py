@@ -1,9 +1,11 @@
 # srtf.py
 from dataclasses import dataclass
 
+from thunderagent.programs.policy import GlobalPolicy
+
 
 @dataclass(frozen=True)
-class Srtf:
+class Srtf(GlobalPolicy):
     period_s: float = 1.0
     name: str = "srtf"
 

@@ -11,16 +11,9 @@ from typing import Any
 
 from harness import SHARED_TOKENS, Engine, Front, run_load
 
+from thunderagent.programs.messages import TurnAsk, TurnEnd
 from thunderagent.programs.model.decisions import Decision, Grant, Pause, Release
-from thunderagent.programs.model.events import (
-    Event,
-    ProgramReleased,
-    Tick,
-    TurnArrived,
-    TurnFinished,
-    TurnProgressed,
-    TurnStarted,
-)
+from thunderagent.programs.model.events import Event, ProgramReleased, Tick, TurnProgressed, TurnStarted
 from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp, WorkPolled
 from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.scheduler import Scheduler
@@ -80,7 +73,9 @@ class Proxy(Front):
         self.turns[request_id], self.request_ids[turn.turn_id] = turn, request_id
         prompt_bytes, prefix = len(tokens) * BYTES_PER_TOKEN, ((1, SHARED_TOKENS * BYTES_PER_TOKEN),)
         now_s = self.engine.now_s
-        self.dispatch(TurnArrived(now_s, turn.turn_id, program_id, prompt_bytes=prompt_bytes, prefix=prefix))
+        self.dispatch(
+            TurnAsk(now_s=now_s, turn_id=turn.turn_id, program_id=program_id, prompt_bytes=prompt_bytes, prefix=prefix)
+        )
 
     def passed(self) -> None:
         """Report first tokens, poll, and tick."""
@@ -134,7 +129,16 @@ class Proxy(Front):
         self.started.discard(request_id)
         cached_tokens = self.engine.cached.pop(request_id)
         now_s = self.engine.now_s
-        self.dispatch(TurnFinished(now_s, turn.turn_id, prompt_tokens, output_tokens, cached_tokens, tool="tool"))
+        self.dispatch(
+            TurnEnd(
+                now_s=now_s,
+                turn_id=turn.turn_id,
+                prompt_tokens=prompt_tokens,
+                output_tokens=output_tokens,
+                cached_tokens=cached_tokens,
+                tool="tool",
+            )
+        )
 
     def released(self, program_id: str) -> None:
         """Report the end of a program."""

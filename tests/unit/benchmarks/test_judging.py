@@ -8,7 +8,8 @@ import pytest
 
 from benchmarks.judging import JudgeModel, at
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.model.events import ProgramJudged, ProgramReleased, TurnArrived
+from thunderagent.programs.messages import TurnAsk
+from thunderagent.programs.model.events import ProgramJudged, ProgramReleased
 from thunderagent.simulator.engine.records import EngineConfig
 from thunderagent.simulator.engine.timing import profile
 from thunderagent.simulator.figures.figures import RunResult
@@ -73,7 +74,7 @@ def test_verdicts_come_and_questions_cost() -> None:
     assert {(each.program_id, each.turn_count, each.will_succeed) for each in verdicts} == {
         (f"p{number}", turns, number % 2 == 0) for number in range(6) for turns in (2, 4)
     }
-    assert sum(isinstance(each, TurnArrived) and each.program_id is None for each in events) == 12
+    assert sum(isinstance(each, TurnAsk) and each.program_id is None for each in events) == 12
     assert judged.decision_counts["grant anonymous"] == 12
     assert judged.turn_count == alone.turn_count == 36
     assert judged.program_latency.mean_s > alone.program_latency.mean_s
@@ -83,7 +84,7 @@ def test_verdicts_come_and_questions_cost() -> None:
 def test_roles_and_outcomes_are_told() -> None:
     """They are told as a client's headers would tell them."""
     events = [event for event, _ in run(None).events]
-    assert {event.role for event in events if isinstance(event, TurnArrived)} == {"a", "b"}
+    assert {event.role for event in events if isinstance(event, TurnAsk)} == {"a", "b"}
     outcomes = {event.program_id: event.outcome for event in events if isinstance(event, ProgramReleased)}
     assert outcomes == {f"p{number}": ("success", "failure")[number % 2] for number in range(6)}
 

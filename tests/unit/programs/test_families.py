@@ -8,11 +8,11 @@ import pytest
 
 from tests.builders import Driver
 from thunderagent.programs.model.decisions import Grant, Reason, Release
-from thunderagent.programs.model.policy import Policy
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.policies.baselines.sticky import Sticky
 from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.policies.papers.thunderagent import ThunderAgent
+from thunderagent.programs.policy import Policy
 
 
 @pytest.mark.parametrize("policy", [Cap(n=1), Sticky()])

@@ -10,9 +10,9 @@ import pytest
 from tests.builders import Driver, known_price
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.model.events import TurnUnverified
-from thunderagent.programs.model.policy import ClaimRules
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.policies.baselines.passthrough import Passthrough
+from thunderagent.programs.policy import ClaimRules
 
 LEARNING = ClaimRules(growth_quantile=0.75, reserve_tokens=100, share_prefixes=True)
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.builders import Driver
 from thunderagent.programs.learned.media_sizes import CLASSES_COUNT, LARGEST_FACTOR, MediaSizes
-from thunderagent.programs.model.events import TurnArrived
+from thunderagent.programs.messages import TurnAsk
 from thunderagent.programs.policies.breakeven import BreakEven
 
 SMALL, LARGE = (("m image 8", 200),), (("m image 11", 1500),)
@@ -50,14 +50,14 @@ def test_only_so_many_classes_are_remembered() -> None:
 def test_a_turn_claims_its_text_by_bytes_and_its_media_by_what_they_were() -> None:
     """Its first turn claims the guess; the next one knows all. Text alone is learned from text alone."""
     driver = Driver(BreakEven(reserve_tokens=0), replicas={"r0": 100_000})
-    driver.send(TurnArrived(driver.now_s, 1, "a", prompt_bytes=400, media=LARGE))
+    driver.send(TurnAsk(now_s=driver.now_s, turn_id=1, program_id="a", prompt_bytes=400, media=LARGE))
     assert driver.program("a").claim_tokens == 1600
     driver.finishes(1, 900, 50)
-    driver.send(TurnArrived(driver.now_s, 2, "a", prompt_bytes=800, media=(("m image 11", 3000),)))
+    driver.send(TurnAsk(now_s=driver.now_s, turn_id=2, program_id="a", prompt_bytes=800, media=(("m image 11", 3000),)))
     assert driver.program("a").claim_tokens == 1800
     driver.finishes(2, 1800, 50)
-    driver.send(TurnArrived(driver.now_s, 3, None, prompt_bytes=400, media=LARGE))
+    driver.send(TurnAsk(now_s=driver.now_s, turn_id=3, program_id=None, prompt_bytes=400, media=LARGE))
     assert driver.scheduler.replicas["r0"].account.other_tokens == 900
     driver.finishes(3, 900, 1)
-    driver.send(TurnArrived(driver.now_s, 4, "text", prompt_bytes=400))
+    driver.send(TurnAsk(now_s=driver.now_s, turn_id=4, program_id="text", prompt_bytes=400))
     assert driver.program("text").claim_tokens == 100

@@ -11,6 +11,7 @@ import pytest
 from tests.builders import Driver, of_kind, restored_on
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.learned.capacity import BLOCK_TOKENS
+from thunderagent.programs.messages import TurnAsk
 from thunderagent.programs.model.advice.routes import Route, Scope
 from thunderagent.programs.model.decisions import (
     EndReplica,
@@ -25,15 +26,12 @@ from thunderagent.programs.model.decisions import (
     SetRoute,
     Unmark,
 )
-from thunderagent.programs.model.events import TurnArrived
 from thunderagent.programs.model.fleet_events import ProvisionAsked, ReplicaKilled
-from thunderagent.programs.model.policy import Moment
 from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.view import View
 from thunderagent.programs.policies.composed import Composed, ControlChain
+from thunderagent.programs.policy import GlobalPolicy, Moment, View
 from thunderagent.programs.rules.routes import Routes
-from thunderagent.programs.verbs.global_policy import NEWLY_WAITING_COUNT
-from thunderagent.programs.verbs.leases import PRIORITY_STEP, engine_priority
+from thunderagent.programs.transitions import NEWLY_WAITING_COUNT, PRIORITY_STEP, engine_priority
 
 
 def by_memory(**replicas: int) -> Driver:
@@ -43,7 +41,7 @@ def by_memory(**replicas: int) -> Driver:
 
 
 @dataclass
-class Doing:
+class Doing(GlobalPolicy):
     """A global policy that does what a test wants, once in `period_s`."""
 
     what: Callable[[View], None] = lambda view: None
@@ -607,7 +605,7 @@ def test_a_global_policy_hears_of_a_burst_in_parts() -> None:
     heard.clear()
     names = [f"b{number}" for number in range(NEWLY_WAITING_COUNT + 4)]
     for turn_id, name in enumerate(names, 1000):  # checked once for all: each check costs as much
-        driver.scheduler.handle(TurnArrived(driver.now_s, turn_id, name, prompt_bytes=4000))
+        driver.scheduler.handle(TurnAsk(now_s=driver.now_s, turn_id=turn_id, program_id=name, prompt_bytes=4000))
     driver.is_abandoned(1000)
     driver.releases("b2")
     driver.is_abandoned(1000 + NEWLY_WAITING_COUNT + 2)

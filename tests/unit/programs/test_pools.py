@@ -6,7 +6,8 @@ from time import process_time
 
 import pytest
 
-from thunderagent.programs.model.events import ProgramsReleased, Tick, TurnAbandoned, TurnArrived
+from thunderagent.programs.messages import TurnAsk, TurnEnd
+from thunderagent.programs.model.events import ProgramsReleased, Tick
 from thunderagent.programs.model.fleet_events import ReplicaUp, RouteSet
 from thunderagent.programs.policies.baselines.passthrough import Passthrough
 from thunderagent.programs.pools import Pools
@@ -29,7 +30,7 @@ def two_pools() -> Pools:
 
 def arrives(pools: Pools, turn_id: int, program_id: str, pool_number: int) -> None:
     pools.send(turn_id, pools.all[pool_number])
-    pools.handle(TurnArrived(2.0, turn_id, program_id, prompt_bytes=40))
+    pools.handle(TurnAsk(now_s=2.0, turn_id=turn_id, program_id=program_id, prompt_bytes=40))
 
 
 def test_a_list_that_links_two_live_pools_leaves_each_its_models() -> None:
@@ -43,7 +44,7 @@ def test_a_list_that_links_two_live_pools_leaves_each_its_models() -> None:
     assert (pools.of_model("a"), pools.of_model("b")) == (first, second)
     pools.handle(ProgramsReleased(4.0, ("p0", "p1")))
     for number in range(2):
-        pools.handle(TurnAbandoned(4.0, number))
+        pools.handle(TurnEnd(now_s=4.0, turn_id=number, outcome="abandoned"))
     pools.handle(Tick(5.0))
     assert len(pools.all) == 1
     assert pools.of_model("a") is pools.of_model("b") is pools.all[0]

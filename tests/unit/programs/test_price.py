@@ -26,7 +26,7 @@ from thunderagent.programs.learned.price import (
     SeenTurn,
     not_negative,
 )
-from thunderagent.programs.model.events import TurnFinished
+from thunderagent.programs.messages import TurnEnd
 from thunderagent.programs.model.fleet_events import ReplicaPolled
 from thunderagent.simulator.engine.records import EngineConfig
 from thunderagent.simulator.engine.timing import TimingProfile, profile
@@ -90,7 +90,7 @@ def turns_on(profile_name: str, load: str, programs_count: int, memory_ratio: fl
     handle = simulation.handle
 
     def watch(event):  # type: ignore[no-untyped-def]
-        if isinstance(event, TurnFinished):
+        if isinstance(event, TurnEnd) and event.outcome == "finished":
             turn = simulation.scheduler.turns[event.turn_id]
             assert turn.started_s is not None
             uncached_tokens = event.prompt_tokens - event.cached_tokens
@@ -167,7 +167,7 @@ def test_the_price_is_found_by_an_engine_s_own_counters(
 
     def watch(event):  # type: ignore[no-untyped-def]
         decisions = handle(event)
-        if isinstance(event, TurnFinished):
+        if isinstance(event, TurnEnd) and event.outcome == "finished":
             price.turn_ended(SeenTurn(0.0, None, 0.0, 1, 1, 1), 0)
         if isinstance(event, ReplicaPolled):
             stats = simulation._replicas["r0"].stats

@@ -7,9 +7,9 @@ import pytest
 from tests.builders import Driver
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.learned.restore_pace import HALF_LIFE_S, LONGEST_INTERVAL_S, RestorePace
+from thunderagent.programs.model.fleet_events import SandboxSums
 from thunderagent.programs.model.places import Phase, Status
 from thunderagent.programs.model.settings import SchedulerSettings
-from thunderagent.programs.model.views import SandboxSums
 from thunderagent.programs.policies.baselines.cap import Cap
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from tests.builders import Driver, of_kind, restored_on
 from thunderagent.programs.learned.tool_times import EDGES_S
+from thunderagent.programs.messages import TurnAsk, TurnEnd
 from thunderagent.programs.model.decisions import (
     Grant,
     Hold,
@@ -20,18 +21,16 @@ from thunderagent.programs.model.decisions import (
     Release,
     Restore,
 )
-from thunderagent.programs.model.events import Tick, TurnAbandoned, TurnAdopted, TurnArrived
+from thunderagent.programs.model.events import Tick, TurnAdopted
 from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
 from thunderagent.programs.model.places import Phase, Status
-from thunderagent.programs.model.policy import ClaimRules, Moment, Placement, Policy
 from thunderagent.programs.model.settings import SchedulerSettings
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import ProgramView, ReplicaView
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.policies.baselines.passthrough import Passthrough
 from thunderagent.programs.policies.baselines.sticky import Sticky
 from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.policies.papers.thunderagent import ThunderAgent
+from thunderagent.programs.policy import ClaimRules, Moment, Placement, Policy, ProgramView, ReplicaView, View
 from thunderagent.programs.scheduler import Scheduler
 
 PLAIN = ClaimRules()
@@ -683,7 +682,7 @@ def test_no_client_teaches_that_a_byte_is_worth_nothing_or_a_lot(told_tokens: in
 
 
 @dataclass(frozen=True, slots=True)
-class Stubborn:
+class Stubborn(Policy):
     """A policy that insists on one replica, usable or not, and proposes everything that is illegal."""
 
     replica_id: str
@@ -764,9 +763,9 @@ def test_after_everybody_left_every_count_is_zero(policy: Policy) -> None:
 def test_a_turn_id_that_is_used_twice_is_a_bug_and_raises() -> None:
     """The runtime makes turn ids; a second arrival of one would lose a lease."""
     scheduler = Scheduler(Passthrough())
-    scheduler.handle(TurnArrived(1.0, 1, "a"))
+    scheduler.handle(TurnAsk(now_s=1.0, turn_id=1, program_id="a"))
     with pytest.raises(AssertionError, match="turn 1 arrives twice"):
-        scheduler.handle(TurnArrived(1.0, 1, "a"))
+        scheduler.handle(TurnAsk(now_s=1.0, turn_id=1, program_id="a"))
 
 
 def test_the_same_events_lead_to_the_same_decisions() -> None:
@@ -776,7 +775,7 @@ def test_the_same_events_lead_to_the_same_decisions() -> None:
         turn = driver.arrives(f"p{number % 6}", 90 * (number % 8))
         driver.ticks(0.7)
         if number % 2:
-            driver.send(TurnAbandoned(driver.now_s, turn))
+            driver.send(TurnEnd(now_s=driver.now_s, turn_id=turn, outcome="abandoned"))
     again = Scheduler(driver.scheduler.policy, LIMITS)
     assert [again.handle(event) for event, _ in driver.events] == [decisions for _, decisions in driver.events]
 
@@ -829,7 +828,14 @@ def test_a_program_whose_turn_runs_elsewhere_is_there() -> None:
     turn_id = driver.arrives("a", 100, wanted="r0")
     driver.finishes(turn_id, 100, 10)
     assert driver.home("a") == "r0"
-    driver.send(TurnAdopted(driver.now_s, 7000, "r1", TurnArrived(driver.now_s, 7000, "a", "", 40)))
+    driver.send(
+        TurnAdopted(
+            driver.now_s,
+            7000,
+            "r1",
+            TurnAsk(now_s=driver.now_s, turn_id=7000, program_id="a", branch_id="", prompt_bytes=40),
+        )
+    )
     turn = driver.scheduler.turns[7000]
     assert (turn.account_id, turn.program) == ("r1", driver.program("a"))
     assert driver.home("a") == "r1"
@@ -845,7 +851,7 @@ def test_a_turn_that_runs_where_its_program_must_not_go_is_nobodys() -> None:
         driver.arrives(f"first on {replica_id}", 100, wanted=replica_id)
     held = driver.arrives("a", 100, wanted="r1")
     assert driver.held(held)
-    arrived = TurnArrived(driver.now_s, 7000, "a", "sub", 40)
+    arrived = TurnAsk(now_s=driver.now_s, turn_id=7000, program_id="a", branch_id="sub", prompt_bytes=40)
     driver.send(TurnAdopted(driver.now_s, 7000, "r0", arrived))
     turn = driver.scheduler.turns[7000]
     assert (turn.account_id, turn.program) == ("r0", None)

@@ -9,7 +9,8 @@ import pytest
 from tests.builders import Driver
 from thunderagent.compilation import build_kind
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.model.events import ProgramReleased, TurnArrived
+from thunderagent.programs.messages import TurnAsk
+from thunderagent.programs.model.events import ProgramReleased
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.rules.tenants import FairSet, Tenants
@@ -205,7 +206,9 @@ def test_who_goes_first_is_found_among_4000_tenants_without_looking_at_all() -> 
     driver = fair(1)
     driver.arrives("holder", 100, tenant="holder")
     for n in range(4000):
-        driver.scheduler.handle(TurnArrived(driver.now_s, 10_000 + n, f"p{n}", tenant=f"tenant-{n}", prompt_bytes=400))
+        driver.scheduler.handle(
+            TurnAsk(now_s=driver.now_s, turn_id=10_000 + n, program_id=f"p{n}", tenant=f"tenant-{n}", prompt_bytes=400)
+        )
     tenants, waiting_set = driver.scheduler.tenants, driver.scheduler.queue.waiting.order
     assert tenants is not None
     assert isinstance(waiting_set, FairSet)

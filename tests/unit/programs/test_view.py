@@ -9,16 +9,14 @@ import pytest
 
 from tests.builders import Driver, of_kind
 from thunderagent.programs.model.decisions import Pause, Reason
-from thunderagent.programs.model.policy import ClaimRules, Moment, Placement
 from thunderagent.programs.model.settings import SchedulerSettings
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import ProgramView, ReplicaView
+from thunderagent.programs.policy import ClaimRules, Moment, Placement, Policy, ProgramView, ReplicaView, View
 
 SHARING = ClaimRules(share_prefixes=True, adapt_capacity=True)
 
 
 @dataclass
-class Watching:
+class Watching(Policy):
     """Admits all at the first replica, and keeps the view and the changes at each balance."""
 
     rules: ClaimRules = SHARING

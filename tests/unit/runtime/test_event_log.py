@@ -9,11 +9,11 @@ import pytest
 
 from tests.builders import Driver
 from thunderagent.errors import ConfigurationError, EventLogError
+from thunderagent.programs.messages import ProgramLimits, TurnAsk
 from thunderagent.programs.model.events import (
     ProgramCrowdedOut,
     ProgramHinted,
     TurnAdopted,
-    TurnArrived,
     TurnDue,
     TurnJudged,
     TurnUnverified,
@@ -27,7 +27,6 @@ from thunderagent.programs.model.fleet_events import (
     WorkPolled,
 )
 from thunderagent.programs.model.records.kept import BranchRecord, ProgramRecord, ProgramsAdopted
-from thunderagent.programs.model.records.limits import ProgramLimits
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.scheduler import Scheduler
@@ -62,7 +61,12 @@ def every_event() -> Driver:  # noqa: PLR0915 - a line for each kind
     driver.has_to_encode("r0", 2)
     driver.send(TurnUnverified(driver.now_s, turn))
     driver.send(
-        TurnAdopted(driver.now_s, 7000, "r0", TurnArrived(driver.now_s, 7000, "adopted", media=(("image", 9),)))
+        TurnAdopted(
+            driver.now_s,
+            7000,
+            "r0",
+            TurnAsk(now_s=driver.now_s, turn_id=7000, program_id="adopted", media=(("image", 9),)),
+        )
     )
     driver.opens("c", group="g")
     driver.is_hinted("c", 2.5, 0.5, keep="offload")
@@ -162,7 +166,7 @@ def test_a_replay_stops_at_the_first_difference(tmp_path: Path) -> None:
         report = replay(lines)
     assert report.events_count == number + 1
     assert report.difference is not None
-    assert report.difference.startswith(f"line {number + 2}: TurnArrived(")
+    assert report.difference.startswith(f"line {number + 2}: TurnAsk(")
     assert "logged:  []" in report.difference
 
 
@@ -183,6 +187,9 @@ def test_a_replay_stops_at_the_first_difference(tmp_path: Path) -> None:
         b'["TurnArrived",{"now_s":1.0,"turn_id":"x","program_id":null},[]]',
         b'["TurnArrived",{"now_s":1.0,"turn_id":1,"program_id":null,"prefix":[["x",2]]},[]]',
         b'["TurnArrived",{"now_s":1.0,"turn_id":1,"program_id":null,"media":[["a"]]},[]]',
+        b'["TurnAsk",{"now_s":1.0,"turn_id":"x"},[]]',
+        b'["TurnAsk",{"now_s":1.0,"turn_id":1,"more":1},[]]',
+        b'["TurnEnd",{"now_s":1.0,"turn_id":1,"outcome":"x"},[]]',
         b'["ProgramsReleased",{"now_s":1.0,"program_ids":[["a"]]},[]]',
         b'[["Tick"],{"now_s":1.0},[]]',
         b'["Tick",{"now_s":1.0},[]',

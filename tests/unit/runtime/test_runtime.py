@@ -21,18 +21,17 @@ from thunderagent.errors import (
     StandingByError,
     TurnAbortedError,
 )
-from thunderagent.leases import TurnEnd, TurnHint
+from thunderagent.leases import TurnHint
 from thunderagent.leases.open_lease import OpenLease
 from thunderagent.programs.invariants import check
+from thunderagent.programs.messages import TurnAsk, TurnEnd
 from thunderagent.programs.model.decisions import Decision, Grant, Hold, Reason, Release, Restore
-from thunderagent.programs.model.events import Event, TurnArrived, TurnFinished
+from thunderagent.programs.model.events import Event
 from thunderagent.programs.model.fleet_events import ReplicaPolled
-from thunderagent.programs.model.policy import Placement, Policy
 from thunderagent.programs.model.settings import SchedulerSettings
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import ProgramView, ReplicaView
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.policies.papers.thunderagent import ThunderAgent
+from thunderagent.programs.policy import Placement, Policy, ProgramView, ReplicaView, View
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.runtime import Runtime, RuntimeSettings
 from thunderagent.runtime.event_log import EventLogWriter, read_events
@@ -117,8 +116,10 @@ async def test_the_scheduler_hears_what_a_caller_knows_of_a_turn(tmp_path: Path)
     with (tmp_path / "log").open("rb") as lines:
         polled, _, arrived, finished = read_events(lines)
     assert polled == ReplicaPolled(100.0, "r0", 1000, 0.5, 10, 2)
-    assert arrived == TurnArrived(100.0, 1, "a", prefix=((5, 100), (6, 200)), group_id="g")
-    assert finished == TurnFinished(100.0, 1, 10, 5, 0, "bash:ls")
+    assert arrived == TurnAsk(now_s=100.0, turn_id=1, program_id="a", prefix=((5, 100), (6, 200)), group_id="g")
+    assert finished == TurnEnd(
+        1, "a", 1, "finished", now_s=100.0, prompt_tokens=10, output_tokens=5, cached_tokens=0, tool="bash:ls"
+    )
 
 
 async def test_a_held_lease_is_granted_by_the_event_that_makes_room() -> None:
@@ -144,7 +145,7 @@ async def test_a_turn_that_is_let_in_when_its_own_hint_is_said_hears_of_it() -> 
         def passes(_event: Event, _decisions: Sequence[Decision]) -> None:
             clock.now_s += 5.0
 
-        runtime.observe(passes, TurnArrived)
+        runtime.observe(passes, TurnAsk)
         async with asyncio.timeout(5):
             (await runtime.lease(asked(runtime, "b", patience_s=6.0, hint=TurnHint(4.0)))).finished()
         first.finished()
@@ -158,10 +159,10 @@ async def test_a_turn_that_waited_for_its_pool_has_so_much_less_patience() -> No
     arrived: list[float] = []
 
     def hears(event: Event, _decisions: Sequence[Decision]) -> None:
-        assert isinstance(event, TurnArrived)
-        arrived.append(event.deadline_s - event.now_s)
+        assert isinstance(event, TurnAsk)
+        arrived.append(event.patience_s)
 
-    runtime.observe(hears, TurnArrived)
+    runtime.observe(hears, TurnAsk)
     leasing = asyncio.ensure_future(runtime.lease(asked(runtime, "a", patience_s=60.0, model="m")))
     await asyncio.sleep(0)
     assert not arrived
@@ -584,7 +585,7 @@ async def test_an_observer_hears_an_event_once_and_in_its_turn() -> None:
         heard: list[str] = []
         runtime.observe(lambda event, _: heard.append("decision"), Grant)
         stop = runtime.observe(lambda event, _: heard.append("all"))
-        runtime.observe(lambda event, _: heard.append("both"), TurnArrived, Grant)
+        runtime.observe(lambda event, _: heard.append("both"), TurnAsk, Grant)
         runtime.observe(lambda event, _: heard.append("neither"), Release)
         with await runtime.lease(asked(runtime, "a")):
             assert heard == ["decision", "all", "both"]
@@ -596,13 +597,13 @@ async def test_an_observer_hears_only_what_it_is_about() -> None:
     async with running() as (runtime, _):
         heard: dict[str, list[str]] = {"all": [], "events": [], "decisions": []}
         runtime.observe(lambda event, _: heard["all"].append(type(event).__name__))
-        runtime.observe(lambda event, _: heard["events"].append(type(event).__name__), TurnFinished)
+        runtime.observe(lambda event, _: heard["events"].append(type(event).__name__), TurnEnd)
         stop = runtime.observe(lambda event, _: heard["decisions"].append(type(event).__name__), Release)
         (await runtime.lease(asked(runtime, "first"))).finished()
         runtime.release("first")
         assert heard == {
-            "all": ["TurnArrived", "TurnFinished", "ProgramReleased"],
-            "events": ["TurnFinished"],
+            "all": ["TurnAsk", "TurnEnd", "ProgramReleased"],
+            "events": ["TurnEnd"],
             "decisions": ["ProgramReleased"],
         }
         stop()

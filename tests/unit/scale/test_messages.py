@@ -71,7 +71,7 @@ def test_what_an_older_side_does_not_say_is_the_default() -> None:
 
 def test_what_a_newer_side_says_beyond_is_not_read() -> None:
     """It may have more fields in messages, and in the frame."""
-    end = ["end", 9, "a", 1, "finished", 10, 20, 5, "ls", False, "", "", {"new": True}, [1]]
+    end = ["end", 9, "a", 1, "finished", 10, 20, 5, "ls", False, "", "", 0.0, {"new": True}, [1]]
     got, dropped_count = decode(frame(end, ["ok", [1, 2], "more"], more=("more",)))
     assert got.messages == [TurnEnd(9, "a", 1, "finished", 10, 20, 5, "ls"), Ok((1, 2))]
     assert not dropped_count

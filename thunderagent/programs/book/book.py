@@ -12,11 +12,11 @@ from thunderagent.programs.book.prefixes import SharedPrefixes
 from thunderagent.programs.book.replica import Replica
 from thunderagent.programs.book.rooms import Rooms
 from thunderagent.programs.model.decisions import Decision, Mark, Pause, Reason, Release, Restore, Unmark
+from thunderagent.programs.model.fleet_events import SandboxSums
 from thunderagent.programs.model.places import Kind, Place, not_allowed
 from thunderagent.programs.model.program import Group, Program
 from thunderagent.programs.model.turn import Turn
 from thunderagent.programs.model.verdict import ReplicaState, Verdict
-from thunderagent.programs.model.views import SandboxSums
 
 
 class Book:

@@ -2,7 +2,7 @@
 
 Theory of operation
 ===================
-A prompt comes with a chain of cuts (`TurnArrived.prefix`). Two programs whose chains have the same digest at a cut have
+A prompt comes with a chain of cuts (`TurnAsk.prefix`). Two programs whose chains have the same digest at a cut have
 the same prompt up to there. A cut stands for the tokens between it and the one before. Each chain that is active on a
 replica counts on each of its cuts. A cut with n chains lies in memory once, but is in the claims of n programs: (n - 1)
 times its tokens are claimed too much. The sum of that over all cuts is the replica's `shared_tokens`. A cut without
@@ -17,7 +17,7 @@ from math import inf
 from typing import Final
 
 from thunderagent.programs.book.accounts import Account
-from thunderagent.programs.model.events import PrefixCut
+from thunderagent.programs.messages import PrefixCut
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.turn import MAIN_BRANCH, Branch, Chain, usual_ratio
 

@@ -14,11 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 from thunderagent.programs.book.book import Book
-from thunderagent.programs.core import Core
 from thunderagent.programs.handlers.lives import Lives
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.records.kept import BranchRecord, ProgramRecord, ProgramsAdopted
 from thunderagent.programs.model.turn import MAIN_BRANCH, Branch
+from thunderagent.programs.policy import Moment
+from thunderagent.programs.transitions import Core
 
 
 def record_of(program: Program, book: Book) -> ProgramRecord:
@@ -80,8 +81,8 @@ class Adoption:
         self._core = core
         self._lives = lives
 
-    def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
-        """Return the handler of each event type."""
+    def handlers(self) -> dict[type[Any], Callable[[Any], Moment | None]]:
+        """Return the handler of each event type; it returns why a balance is due, or None."""
         return {ProgramsAdopted: self._programs_adopted}
 
     def _programs_adopted(self, event: ProgramsAdopted) -> None:

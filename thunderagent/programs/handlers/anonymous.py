@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from thunderagent.programs.book.replica import Replica
-from thunderagent.programs.core import Core
+from thunderagent.programs.messages import TurnAsk
 from thunderagent.programs.model.decisions import Hold, Reason, Reject
-from thunderagent.programs.model.events import PinnedTurnArrived, TurnArrived
 from thunderagent.programs.model.turn import MAIN_BRANCH, Turn
 from thunderagent.programs.rules.routes import serving
+from thunderagent.programs.transitions import Core
 
 
 class Anonymous:
@@ -19,14 +19,14 @@ class Anonymous:
         """Work on the parts of `core`."""
         self._core = core
 
-    def turn(self, event: TurnArrived | PinnedTurnArrived) -> Turn:
+    def turn(self, event: TurnAsk) -> Turn:
         """Return the arrived turn, with or without a program."""
         turn = Turn(event.turn_id, None, MAIN_BRANCH, event.prompt_bytes, self._core.book.now_s)
         if event.media:
             turn.media, turn.media_tokens = event.media, self._core.knowledge.media_sizes.tokens(event.media)
         return turn
 
-    def arrived(self, event: TurnArrived) -> None:
+    def arrived(self, event: TurnAsk) -> None:
         """Take a turn that may run anywhere, or continues from something that one replica has."""
         core, turn = self._core, self.turn(event)
         served_by = turn.served_by = core.routing.routes.asked(event.turn_id) if core.routing.routes else None
@@ -38,14 +38,14 @@ class Anonymous:
         candidates = serving(core.placing.candidates(event.avoid_replica_id), served_by)
         self.place(turn, candidates or serving(core.book.granting_replicas, served_by))
 
-    def pinned_arrived(self, event: PinnedTurnArrived) -> None:
+    def pinned_arrived(self, event: TurnAsk, replica_id: str) -> None:
         """Take a turn for the replica that its client chose."""
-        replica = self._core.book.replicas.get(event.replica_id)
+        replica = self._core.book.replicas.get(replica_id)
         if replica is None or not replica.up:
             self._core.book.decisions.append(Reject(event.turn_id, None, Reason.NO_REPLICA))
             return
         turn = self.turn(event)
-        turn.pinned_replica_id = event.replica_id
+        turn.pinned_replica_id = replica_id
         self.place(turn, [] if replica.suspended_for else [replica])
 
     def place(self, turn: Turn, candidates: Sequence[Replica]) -> None:

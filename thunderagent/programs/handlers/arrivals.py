@@ -7,17 +7,17 @@ from math import inf
 from typing import Any
 
 from thunderagent.programs.book.replica import Replica
-from thunderagent.programs.core import Core
 from thunderagent.programs.handlers.anonymous import Anonymous
 from thunderagent.programs.handlers.lives import Lives
+from thunderagent.programs.messages import PrefixCut, ProgramLimits, TurnAsk, least_of
 from thunderagent.programs.model.decisions import HOME, Hold, Reason, Reject
-from thunderagent.programs.model.events import PinnedTurnArrived, PrefixCut, TurnAdopted, TurnArrived
+from thunderagent.programs.model.events import TurnAdopted
 from thunderagent.programs.model.places import ACTING, LEAVING, Kind
-from thunderagent.programs.model.policy import Moment
 from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.records.limits import ProgramLimits, least_of
 from thunderagent.programs.model.turn import Branch, Turn
+from thunderagent.programs.policy import Moment
 from thunderagent.programs.rules.routes import serving
+from thunderagent.programs.transitions import Core
 
 
 class Arrivals:
@@ -34,34 +34,36 @@ class Arrivals:
         self._core = core
         self._lives = lives
         self._anonymous = anonymous
-        self._stays_home: bool = getattr(core.policy, "stays_home", False)
+        self._stays_home: bool = core.policy.stays_home
         """Whether the policy keeps an active program on its replica whenever that grants: then it is not asked."""
 
-    def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
-        """Return the handler of each event type."""
+    def handlers(self) -> dict[type[Any], Callable[[Any], Moment | None]]:
+        """Return the handler of each event type; it returns why a balance is due, or None."""
         return {
-            TurnArrived: self._turn_arrived,
-            PinnedTurnArrived: self._anonymous.pinned_arrived,
+            TurnAsk: self._turn_arrived,
             TurnAdopted: self._turn_adopted,
         }
 
-    def _turn_arrived(self, event: TurnArrived) -> None:
+    def _turn_arrived(self, event: TurnAsk) -> Moment | None:
         turns, turn_ends = self._core.book.turns, self._core.turn_ends
         assert event.turn_id not in turns, f"turn {event.turn_id} arrives twice"
+        if event.pinned_replica_id is not None:
+            self._anonymous.pinned_arrived(event, event.pinned_replica_id)
+            return None
         earlier = turns.get(event.supersedes_id) if event.supersedes_id is not None else None
+        any_ended = False
         if event.program_id is None:
             self._anonymous.arrived(event)
         else:
             if earlier is not None and self._keeps_its_program(earlier, event):
                 turn_ends.drop(earlier, "superseded")
-            children_ended = bool(self._core.families) and self._lives.parent_goes_on(event.program_id)
-            self._turn_of_program_arrived(event, event.program_id, earlier)
-            if children_ended:
-                self._core.balance(Moment.PROGRAM_ENDED)
+            any_ended = bool(self._core.families) and self._lives.parent_goes_on(event.program_id)
+            any_ended |= self._turn_of_program_arrived(event, event.program_id, earlier)
         if earlier is not None and earlier.turn_id in turns:  # done late, so that its program gives nothing up before
             turn_ends.drop(earlier, "superseded")
+        return Moment.PROGRAM_ENDED if any_ended else None
 
-    def _keeps_its_program(self, earlier: Turn, event: TurnArrived) -> bool:
+    def _keeps_its_program(self, earlier: Turn, event: TurnAsk) -> bool:
         """Return whether an attempt is in flight whose program must not stay when its next attempt arrives."""
         program = earlier.program
         if program is None or program.program_id != event.program_id or earlier.turn_id not in program.in_flight:
@@ -69,27 +71,30 @@ class Arrivals:
         return program.marked or self._core.placing.can_avoid(program, event.avoid_replica_id)
 
     def _turn_of_program_arrived(  # noqa: C901, PLR0912 - each way a turn may end here
-        self, event: TurnArrived, program_id: str, earlier: Turn | None, runs_on: Replica | None = None
-    ) -> None:
+        self, event: TurnAsk, program_id: str, earlier: Turn | None, runs_on: Replica | None = None
+    ) -> bool:
+        """Place an arrived turn, hold it or reject it; return whether its program ended by that."""
         core, book, lives = self._core, self._core.book, self._lives
         program = book.programs.get(program_id)
         if program is None and (refused_for := lives.refused_ids.get(program_id)) is not None:
             book.decisions.append(Reject(event.turn_id, program_id, refused_for))
-            return
+            return False
         limits = core.program_limits.asked(event.turn_id)
         if limits is not None or (program is not None and program.program_limits is not None):
             limits = least_of(None if program is None else program.program_limits, limits)
-            if runs_on is None and limits is not None and self._is_over_limits(event, limits, program, earlier):
-                return
+            if runs_on is None and limits is not None:
+                reason = self._why_over_limits(event, limits, program, earlier)
+                if reason is not None:
+                    return self._refuse(event, limits, program, reason)
         if program is None:
             if not lives.has_place(event.tenant):
                 book.decisions.append(Reject(event.turn_id, program_id, Reason.TOO_MANY_PROGRAMS))
-                return
+                return False
             program = lives.open(event, program_id)
         elif program.place is book.announced:
             if event.tenant and not program.tenant and not lives.has_place(event.tenant, opens=False):
                 book.decisions.append(Reject(event.turn_id, program_id, Reason.TOO_MANY_PROGRAMS))
-                return
+                return False
             lives.announced_begins(program, event)
         elif program.tool_runs:
             lives.tool_returned(program)
@@ -99,7 +104,7 @@ class Arrivals:
         if core.routing.routes:
             if not core.routing.routes.serve(program, core.routing.routes.asked(event.turn_id)):
                 self._anonymous.arrived(event)
-                return
+                return False
             core.routing.send(program)
         turn = self._new_turn(event, program, earlier)
         turn.prompt_tokens = program.estimate_prompt_tokens(turn, core.knowledge.tokens_per_byte_ratio)
@@ -111,27 +116,34 @@ class Arrivals:
             self._place_turn(program, turn, earlier)
         else:
             self._count_where_it_runs(program, turn, runs_on)
+        return False
 
-    def _is_over_limits(
-        self, event: TurnArrived, limits: ProgramLimits, program: Program | None, earlier: Turn | None
-    ) -> bool:
-        """Refuse a turn past its program's limits; end the program if they say so, and it has no other turn."""
+    def _why_over_limits(
+        self, event: TurnAsk, limits: ProgramLimits, program: Program | None, earlier: Turn | None
+    ) -> Reason | None:
+        """Return which limit of its program a turn is past; None if none."""
         core = self._core
         begun = None if program is None or program.place is core.book.announced else program
         again = begun is not None and (
             event.supersedes_id in begun.lost_turn_ids or (earlier is not None and earlier.program is begun)
         )
         role = event.role or event.branch_id
-        reason = core.program_limits.why_not(limits, begun, core.book.now_s, role, again=again)
-        if reason is None:
+        return core.program_limits.why_not(limits, begun, core.book.now_s, role, again=again)
+
+    def _refuse(self, event: TurnAsk, limits: ProgramLimits, program: Program | None, reason: Reason) -> bool:
+        """Reject a turn past its program's limits; end the program if they say so, and it has no other turn.
+
+        Return whether it ended.
+        """
+        book = self._core.book
+        book.decisions.append(Reject(event.turn_id, event.program_id, reason))
+        if program is None or program.place is book.announced:
             return False
-        core.book.decisions.append(Reject(event.turn_id, event.program_id, reason))
-        if begun is not None:
-            begun.program_limits = limits
-            begun.note(core.book.now_s, "refused", reason, begun.replica_id)
-            if limits.ends and not begun.in_flight and not begun.held:
-                self._lives.end_for_good(begun, reason)
-        return True
+        program.program_limits = limits
+        program.note(book.now_s, "refused", reason, program.replica_id)
+        if ends := limits.ends and not program.in_flight and not program.held:
+            self._lives.end_for_good(program, reason)
+        return ends
 
     def _share(self, program: Program, branch: Branch, prefix: tuple[PrefixCut, ...], prompt_tokens: float) -> None:
         """Note which parts of a prompt other programs may share."""
@@ -140,7 +152,7 @@ class Arrivals:
             if tokens:
                 book.touch(book.replicas[replica_id]).share(tokens)
 
-    def _new_turn(self, event: TurnArrived, program: Program, earlier: Turn | None) -> Turn:
+    def _new_turn(self, event: TurnAsk, program: Program, earlier: Turn | None) -> Turn:
         """Return the arrived turn, with the age of the attempt that it replaces."""
         now_s, knowledge = self._core.book.now_s, self._core.knowledge
         turn = Turn(event.turn_id, program, event.branch_id, event.prompt_bytes, now_s)
@@ -148,8 +160,8 @@ class Arrivals:
         turn.avoid_replica_id = event.avoid_replica_id
         turn.role = event.role or event.branch_id
         turn.expected_output_tokens = knowledge.role_outputs.expected_tokens(turn.role)
-        if event.deadline_s is not None:
-            turn.deadline_s = event.deadline_s
+        if event.patience_s is not None:
+            turn.deadline_s = event.now_s + event.patience_s
         if event.media:
             turn.media, turn.media_tokens = event.media, knowledge.media_sizes.tokens(event.media)
         if event.supersedes_id is not None and event.supersedes_id in program.lost_turn_ids:
@@ -159,8 +171,8 @@ class Arrivals:
             program.turn_count -= earlier.account_id is not None or earlier.turn_id in program.lost
         if earlier is not None and earlier.program is program:
             turn.waiting_since_s = earlier.waiting_since_s
-        elif event.waiting_since_s is not None:
-            turn.waiting_since_s = min(event.waiting_since_s, now_s)
+        elif event.waited_s is not None:
+            turn.waiting_since_s = min(event.now_s - event.waited_s, now_s)
         return turn
 
     def _place_turn(self, program: Program, turn: Turn, earlier: Turn | None) -> None:
@@ -314,8 +326,8 @@ class Arrivals:
         If the program's tool was last seen running elsewhere, the program is here by now: the turn is newer than that
         record.
         """
-        book, lives, arrived = self._core.book, self._lives, event.arrived
-        replica, program_id = book.replicas.get(event.replica_id), arrived.program_id
+        book, lives, ask = self._core.book, self._lives, event.ask
+        replica, program_id = book.replicas.get(event.replica_id), ask.program_id
         if event.turn_id in book.turns or replica is None or not replica.grants:
             return
         program = book.programs.get(program_id) if program_id is not None else None
@@ -325,11 +337,11 @@ class Arrivals:
             home = place.replica if place.active and place.kind is not Kind.ACTING else None
             is_elsewhere = (home or self._core.placing.wanted_by(program) or replica) is not replica
             is_elsewhere |= bool(program.held) and not serving([replica], program.served_by)
-        may_open = program is not None or (program_id not in lives.refused_ids and lives.has_place(arrived.tenant))
+        may_open = program is not None or (program_id not in lives.refused_ids and lives.has_place(ask.tenant))
         if program_id is None or is_elsewhere or not may_open:
-            self._anonymous.place(self._anonymous.turn(arrived), [replica])
+            self._anonymous.place(self._anonymous.turn(ask), [replica])
         else:
-            self._turn_of_program_arrived(arrived, program_id, None, replica)
+            self._turn_of_program_arrived(ask, program_id, None, replica)
 
     def _count_where_it_runs(self, program: Program, turn: Turn, replica: Replica) -> None:
         """Put a turn in flight and its program on a replica, regardless of room."""

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from thunderagent.programs.book.replica import Replica
-from thunderagent.programs.core import Core
 from thunderagent.programs.handlers.anonymous import Anonymous
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.fleet_events import (
@@ -31,9 +30,10 @@ from thunderagent.programs.model.fleet_events import (
     WorkPolled,
 )
 from thunderagent.programs.model.places import Kind
-from thunderagent.programs.model.policy import Moment
 from thunderagent.programs.model.verdict import KEEPING_USED_RATIO, STATES, Keeping, ReplicaState
+from thunderagent.programs.policy import Moment
 from thunderagent.programs.rules.tenants import Tenants
+from thunderagent.programs.transitions import Core
 
 PROMPT_S: Final = 0.25
 """Counters that are older than this cannot be compared with what the scheduler saw."""
@@ -58,8 +58,8 @@ class Fleet:
         self._tenants = tenants
         self._removed_ids: dict[str, None] = {}  # removed last: late news of one does not bring it back
 
-    def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
-        """Return the handler of each event type."""
+    def handlers(self) -> dict[type[Any], Callable[[Any], Moment | None]]:
+        """Return the handler of each event type; it returns why a balance is due, or None."""
         return {
             KnowledgeLoaded: self._knowledge_loaded,
             ReplicaUp: self._replica_up,
@@ -99,19 +99,18 @@ class Fleet:
         self._core.book.touch(replica).set_limit(account.capacity_tokens, ratio)
         return True
 
-    def _knowledge_loaded(self, event: KnowledgeLoaded) -> None:
+    def _knowledge_loaded(self, event: KnowledgeLoaded) -> Moment | None:
         core, book = self._core, self._core.book
         core.knowledge.adopt(event.learned)
-        adopt = getattr(getattr(core.policy, "order", None), "adopt", None)
-        if adopt is not None and event.learned.lengths is not None:
-            adopt(event.learned.lengths)
+        if core.policy.order is not None and event.learned.lengths is not None:
+            core.policy.order.adopt(event.learned.lengths)
         changed = [replica for replica in book.replicas.values() if self._take_correction(replica)]
         for replica in changed:
             book.changes(replica)
-        if changed:
-            core.balance(Moment.REPLICAS_CHANGED)
+        return Moment.REPLICAS_CHANGED if changed else None
 
-    def _replicas_changed(self) -> None:
+    def _replicas_changed(self) -> Moment:
+        """Take in which replicas are open and grant."""
         core, book = self._core, self._core.book
         self._assume_sizes()
         before = book.open_replicas, book.granting_replicas
@@ -129,10 +128,9 @@ class Fleet:
         others = (book.open_replicas, book.granting_replicas) != before
         if others:
             self._reconsider_marks()
-        core.balance(Moment.REPLICAS_CHANGED)
-        if others:
             for program in book.queue.with_turns():
                 core.refresh_hold_reason(program)
+        return Moment.REPLICAS_CHANGED
 
     def _reconsider_marks(self) -> None:
         """Unmark programs that have nowhere else to go any more. Cost: O(active programs)."""
@@ -147,7 +145,7 @@ class Fleet:
 
     # --- up and down ------------------------------------------------------------------------------------------------
 
-    def _replica_up(self, event: ReplicaUp) -> None:
+    def _replica_up(self, event: ReplicaUp) -> Moment | None:
         self._removed_ids.pop(event.replica_id, None)
         replica = self._known_or_new(event.replica_id)
         assert replica is not None, "one that is up was not removed"
@@ -159,16 +157,18 @@ class Fleet:
         if grown or not replica.up or replica.draining:
             self._set_health(replica, up=True, draining=False)
             self._end_marks(replica, Reason.REPLICA_DRAINING)
-            self._replicas_changed()
+            return self._replicas_changed()
+        return None
 
-    def _replica_down(self, event: ReplicaDown) -> None:
+    def _replica_down(self, event: ReplicaDown) -> Moment | None:
         replica = self._known_or_new(event.replica_id)
         if replica is not None:
             self._empty(replica, Reason.REPLICA_DOWN)
             verdict, now_s = replica.verdict, self._core.book.now_s
             if not any(verdict.holds(state) for state in _NOT_UP):
                 verdict.set(ReplicaState.DOWN, "", now_s)
-            self._replicas_changed()
+            return self._replicas_changed()
+        return None
 
     def _replica_judged(self, event: ReplicaJudged) -> None:
         """Note a cause for the verdict; what it does to turns follows as an event of its own."""
@@ -182,7 +182,7 @@ class Fleet:
         else:
             replica.verdict.end(state, self._core.book.now_s)
 
-    def _replica_removed(self, event: ReplicaRemoved) -> None:
+    def _replica_removed(self, event: ReplicaRemoved) -> Moment | None:
         book = self._core.book
         replica = book.replicas.get(event.replica_id)
         if replica is not None:
@@ -195,7 +195,8 @@ class Fleet:
         if len(self._removed_ids) > REMOVED_COUNT:
             del self._removed_ids[next(iter(self._removed_ids))]
         if replica is not None:
-            self._replicas_changed()
+            return self._replicas_changed()
+        return None
 
     def _empty(self, replica: Replica, reason: Reason) -> None:
         """Take everything off a lost replica."""
@@ -220,18 +221,19 @@ class Fleet:
         for turn in [turn for turn in book.anonymous_held.values() if turn.pinned_replica_id == replica.replica_id]:
             core.reject(turn, Reason.NO_REPLICA)
 
-    def _replica_draining(self, event: ReplicaDraining) -> None:
+    def _replica_draining(self, event: ReplicaDraining) -> Moment | None:
         replica = self._known_or_new(event.replica_id)
         if replica is not None:
             self._set_health(replica, up=replica.up, draining=True)
             replica.verdict.set(ReplicaState.DRAINING, "", self._core.book.now_s)
             self._send_away(replica, Reason.REPLICA_DRAINING)
-            self._replicas_changed()
+            return self._replicas_changed()
+        return None
 
-    def _replica_tripped(self, event: ReplicaTripped) -> None:
+    def _replica_tripped(self, event: ReplicaTripped) -> Moment | None:
         replica = self._core.book.replicas.get(event.replica_id)
         if replica is None or not replica.up or replica.tripped == event.tripped:
-            return
+            return None
         replica.tripped = event.tripped
         self._set_health(replica, up=replica.up, draining=replica.draining)
         verdict, now_s = replica.verdict, self._core.book.now_s
@@ -242,7 +244,7 @@ class Fleet:
         else:
             verdict.end(ReplicaState.COLLAPSED, now_s)  # it is failing until a turn there ends well
             self._end_marks(replica, Reason.REPLICA_TRIPPED)
-        self._replicas_changed()
+        return self._replicas_changed()
 
     def _send_away(self, replica: Replica, reason: Reason) -> None:
         """Pause the programs of a replica that gets nothing new, each once it has no turn in flight."""
@@ -260,7 +262,7 @@ class Fleet:
 
     # --- suspended --------------------------------------------------------------------------------------------------
 
-    def _grants_suspended(self, event: GrantsSuspended) -> None:
+    def _grants_suspended(self, event: GrantsSuspended) -> Moment | None:
         book = self._core.book
         replica = self._known_or_new(event.replica_id) if event.replica_id is not None else None
         if replica is not None:
@@ -272,9 +274,9 @@ class Fleet:
             self._judge_suspension(each)
             if event.cause != BACKPRESSURE:
                 self._learn_nothing(each)
-        self._replicas_changed()
+        return self._replicas_changed()
 
-    def _grants_continued(self, event: GrantsContinued) -> None:
+    def _grants_continued(self, event: GrantsContinued) -> Moment | None:
         """End a cause on all replicas or on one; a replica's own cause stands when the same one ends for all."""
         book = self._core.book
         suspended = [replica for replica in book.meant(event.replica_id) if replica.suspended_for]
@@ -287,7 +289,7 @@ class Fleet:
             if not replica.suspended_for:
                 book.set_usable(replica)
                 self._continue_programs(replica)
-        self._replicas_changed()
+        return self._replicas_changed()
 
     def _judge_suspension(self, replica: Replica) -> None:
         """Note for the verdict what suspends a replica; backpressure is a state of its own."""
@@ -332,9 +334,9 @@ class Fleet:
 
     # --- models -----------------------------------------------------------------------------------------------------
 
-    def _model_served(self, event: ModelServed) -> None:
+    def _model_served(self, event: ModelServed) -> Moment:
         self._core.routing.model_served(self._core, event.model, event.replica_ids)
-        self._replicas_changed()
+        return self._replicas_changed()
 
     def _turn_limited(self, event: TurnLimited) -> None:
         self._core.program_limits.ask(event.turn_id, event.limits)
@@ -344,10 +346,10 @@ class Fleet:
 
     # --- polled -----------------------------------------------------------------------------------------------------
 
-    def _replica_polled(self, event: ReplicaPolled) -> None:
+    def _replica_polled(self, event: ReplicaPolled) -> Moment | None:
         replica = self._known_or_new(event.replica_id)
         if replica is None:
-            return
+            return None
         account = replica.account
         if event.kv_used_ratio is not None:
             account.kv_used_ratio = event.kv_used_ratio
@@ -362,7 +364,8 @@ class Fleet:
         if event.capacity_tokens is not None and event.capacity_tokens != account.capacity_tokens:
             self._set_capacity(replica, event.capacity_tokens)
             if replica.open_to_programs:
-                self._replicas_changed()
+                return self._replicas_changed()
+        return None
 
     def _learn_from_poll(self, replica: Replica, event: ReplicaPolled) -> None:
         """Learn from a poll what memory was lost."""

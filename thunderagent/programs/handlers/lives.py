@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from thunderagent.programs.core import Core
+from thunderagent.programs.messages import ProgramLimits, TurnAsk
 from thunderagent.programs.model.advice.verdicts import OUTCOMES, Level, Verdict
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.events import (
@@ -17,16 +17,14 @@ from thunderagent.programs.model.events import (
     ProgramsReleased,
     ToolEnded,
     ToolStarted,
-    TurnArrived,
 )
-from thunderagent.programs.model.fleet_events import SandboxesMeasured, SandboxFailed, SandboxReady
+from thunderagent.programs.model.fleet_events import SandboxesMeasured, SandboxFailed, SandboxReady, SandboxSums
 from thunderagent.programs.model.places import Kind, Phase
-from thunderagent.programs.model.policy import Moment
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.records.kept import ProgramRecord
-from thunderagent.programs.model.records.limits import ProgramLimits
 from thunderagent.programs.model.settings import SchedulerSettings
-from thunderagent.programs.model.views import SandboxSums
+from thunderagent.programs.policy import Moment
+from thunderagent.programs.transitions import Core
 
 MOST_HALVINGS: Final = 30
 
@@ -44,8 +42,8 @@ class Lives:
         self.refused_ids: dict[str, Reason] = {}
         """Programs that were ended for good, judged hopeless or at a limit, and why; their turns are rejected."""
 
-    def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
-        """Return the handler of each event type."""
+    def handlers(self) -> dict[type[Any], Callable[[Any], Moment | None]]:
+        """Return the handler of each event type; it returns why a balance is due, or None."""
         return {
             ProgramOpened: self._program_opened,
             ProgramCrowdedOut: self._program_crowded_out,
@@ -75,10 +73,10 @@ class Lives:
         if oldest is None:
             return False
         self._core.end(oldest, Reason.FORGOTTEN)
-        self._core.balance(Moment.PROGRAM_ENDED)
+        self._core.balance(Moment.PROGRAM_ENDED)  # at once: those that wait come before the newcomer
         return True
 
-    def open(self, event: TurnArrived | ProgramOpened | ProgramRecord, program_id: str) -> Program:
+    def open(self, event: TurnAsk | ProgramOpened | ProgramRecord, program_id: str) -> Program:
         """Open a program, without placing a turn."""
         program = self._core.book.open(program_id, event.tenant)
         self._core.limits.opened(program)
@@ -89,7 +87,7 @@ class Lives:
             program.program_limits = ProgramLimits(*event.limits)
         return program
 
-    def announced_begins(self, program: Program, event: TurnArrived) -> None:
+    def announced_begins(self, program: Program, event: TurnAsk) -> None:
         """Record what the first turn says of a program that was announced without one."""
         book, families = self._core.book, self._core.families
         program.opened_s = book.now_s
@@ -132,11 +130,11 @@ class Lives:
         core.book.resize(program)
         program.note(core.book.now_s, "opened", "", None)
 
-    def _program_crowded_out(self, event: ProgramCrowdedOut) -> None:
+    def _program_crowded_out(self, event: ProgramCrowdedOut) -> Moment | None:
         oldest = self._core.limits.whom_to_forget(event.tenant)
         if oldest is not None:
             self._core.end(oldest, Reason.FORGOTTEN)
-            self._core.balance(Moment.PROGRAM_ENDED)
+        return None if oldest is None else Moment.PROGRAM_ENDED
 
     # --- tools ------------------------------------------------------------------------------------------------------
 
@@ -195,17 +193,17 @@ class Lives:
 
     # --- judges -----------------------------------------------------------------------------------------------------
 
-    def _program_judged(self, event: ProgramJudged) -> None:
+    def _program_judged(self, event: ProgramJudged) -> Moment | None:
         core, program = self._core, self._core.book.programs.get(event.program_id)
         if program is None or event.generation != program.generation:
-            return
+            return None
         settings, verdicts = self._settings, program.verdicts
         if not verdicts.add(
             Verdict(event.turn_count, event.will_succeed, event.confidence_ratio),
             fail_count=settings.judge_fail_count,
             least_confidence_ratio=settings.judge_confidence_ratio,
         ):
-            return
+            return None
         assert verdicts.level is not None, "a verdict makes a level"
         core.knowledge.judge_record.level_counts[verdicts.level] += 1
         prediction = "success" if event.will_succeed else "failure"
@@ -213,8 +211,9 @@ class Lives:
         program.note(core.book.now_s, "judged", why, program.replica_id)
         if settings.judge_ends_hopeless and verdicts.level is Level.LOWEST:
             self.end_for_good(program, Reason.HOPELESS)
-        else:
-            core.book.rank_anew(program)
+            return Moment.PROGRAM_ENDED
+        core.book.rank_anew(program)
+        return None
 
     def end_for_good(self, program: Program, reason: Reason) -> None:
         """End a program, and reject its turns until it is released."""
@@ -222,7 +221,6 @@ class Lives:
         if len(self.refused_ids) > MAX_REFUSED_COUNT:
             del self.refused_ids[next(iter(self.refused_ids))]
         self._core.end(program, reason)
-        self._core.balance(Moment.PROGRAM_ENDED)
 
     # --- sandboxes --------------------------------------------------------------------------------------------------
 
@@ -243,21 +241,21 @@ class Lives:
 
     # --- end --------------------------------------------------------------------------------------------------------
 
-    def _program_released(self, event: ProgramReleased) -> None:
+    def _program_released(self, event: ProgramReleased) -> Moment | None:
         self.refused_ids.pop(event.program_id, None)
         program = self._core.book.programs.get(event.program_id)
         if program is None or event.generation not in (None, program.generation):
-            return
+            return None
         if event.outcome in OUTCOMES:
             record = self._core.knowledge.judge_record
             record.program_ended(event.outcome, program.verdicts.first_failure_turn_count)
         self._core.end(program, Reason.RELEASED)
-        self._core.balance(Moment.PROGRAM_ENDED)
+        return Moment.PROGRAM_ENDED
 
-    def _programs_released(self, event: ProgramsReleased) -> None:
+    def _programs_released(self, event: ProgramsReleased) -> Moment:
         for program_id in event.program_ids:
             self.refused_ids.pop(program_id, None)
             program = self._core.book.programs.get(program_id)
             if program is not None:
                 self._core.end(program, Reason.RELEASED)
-        self._core.balance(Moment.PROGRAM_ENDED)
+        return Moment.PROGRAM_ENDED

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from thunderagent.programs.core import Core
 from thunderagent.programs.model.advice.routes import Scope
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.fleet_events import (
@@ -16,8 +15,8 @@ from thunderagent.programs.model.fleet_events import (
     ReplicaKilled,
     RouteSet,
 )
-from thunderagent.programs.model.policy import Moment
-from thunderagent.programs.operations import Operations
+from thunderagent.programs.policy import Moment
+from thunderagent.programs.transitions import Core, Operations
 
 
 class Operator:
@@ -28,8 +27,8 @@ class Operator:
         self._core = core
         self._operations = operations
 
-    def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
-        """Return the handler of each event type."""
+    def handlers(self) -> dict[type[Any], Callable[[Any], Moment | None]]:
+        """Return the handler of each event type; it returns why a balance is due, or None."""
         return {
             RouteSet: self._route_set,
             PrioritySet: self._priority_set,
@@ -39,29 +38,33 @@ class Operator:
             ProvisionAsked: self._provision_asked,
         }
 
-    def _route_set(self, event: RouteSet) -> None:
+    def _route_set(self, event: RouteSet) -> Moment | None:
         if not self._operations.why_not_route(event.scope, event.name, event.targets):
             self._operations.set_route(Scope(event.scope), event.name, event.targets, Reason.OPERATOR)
-            self._core.balance(Moment.TICK)
+            return Moment.TICK
+        return None
 
-    def _priority_set(self, event: PrioritySet) -> None:
+    def _priority_set(self, event: PrioritySet) -> Moment | None:
         program = self._core.book.programs.get(event.program_id)
         why_not = self._operations.why_not_priority(event.program_id, event.priority, event.replica_id)
         if program is not None and not why_not:
             self._operations.set_priority(program, event.priority, event.replica_id, Reason.OPERATOR)
-            self._core.balance(Moment.TICK)
+            return Moment.TICK
+        return None
 
-    def _migration_asked(self, event: MigrationAsked) -> None:
+    def _migration_asked(self, event: MigrationAsked) -> Moment | None:
         program = self._core.book.programs.get(event.program_id)
         if program is not None and not self._operations.why_not_migrate(event.program_id, event.replica_id):
             self._operations.migrate(program, self._core.book.replicas[event.replica_id], Reason.OPERATOR)
-            self._core.balance(Moment.TICK)
+            return Moment.TICK
+        return None
 
-    def _program_killed(self, event: ProgramKilled) -> None:
+    def _program_killed(self, event: ProgramKilled) -> Moment | None:
         program = self._core.book.programs.get(event.program_id)
         if program is not None:
             self._operations.kill(program)
-            self._core.balance(Moment.PROGRAM_ENDED)
+            return Moment.PROGRAM_ENDED
+        return None
 
     def _replica_killed(self, event: ReplicaKilled) -> None:
         if not self._operations.why_not_kill_replica(event.replica_id):

@@ -5,20 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from thunderagent.programs.core import Core
 from thunderagent.programs.handlers.lives import Lives
-from thunderagent.programs.model.events import (
-    TurnAbandoned,
-    TurnFailed,
-    TurnFinished,
-    TurnJudged,
-    TurnProgressed,
-    TurnStarted,
-    TurnUnverified,
-)
-from thunderagent.programs.model.policy import Moment
+from thunderagent.programs.messages import Outcome, TurnEnd
+from thunderagent.programs.model.events import TurnJudged, TurnProgressed, TurnStarted, TurnUnverified
 from thunderagent.programs.model.turn import Turn, TurnEnded
 from thunderagent.programs.model.verdict import KEEPING_USED_RATIO, TURN_VERDICTS, TurnVerdict
+from thunderagent.programs.policy import Moment
+from thunderagent.programs.transitions import Core
 
 _TURN_ENDED: Final = Moment.TURN_ENDED
 
@@ -31,16 +24,14 @@ class Turns:
         self._core = core
         self._lives = lives
 
-    def handlers(self) -> dict[type[Any], Callable[[Any], None]]:
-        """Return the handler of each event type."""
+    def handlers(self) -> dict[type[Any], Callable[[Any], Moment | None]]:
+        """Return the handler of each event type; it returns why a balance is due, or None."""
         return {
             TurnUnverified: self._turn_unverified,
             TurnStarted: self._turn_started,
             TurnProgressed: self._turn_progressed,
-            TurnFinished: self._turn_finished,
+            TurnEnd: self._turn_ended,
             TurnJudged: self._turn_judged,
-            TurnFailed: self._turn_lost,
-            TurnAbandoned: self._turn_lost,
         }
 
     def _turn_unverified(self, event: TurnUnverified) -> None:
@@ -80,11 +71,17 @@ class Turns:
             turn.output_tokens = event.output_tokens
         self._core.book.resize(turn.program)
 
-    def _turn_finished(self, event: TurnFinished) -> None:  # noqa: C901 - one step after the other
-        core, book = self._core, self._core.book
-        turn = book.turns.get(event.turn_id)
+    def _turn_ended(self, event: TurnEnd) -> Moment | None:
+        turn = self._core.book.turns.get(event.turn_id)
         if turn is None:
-            return
+            return None
+        if event.outcome == "finished":
+            return self._turn_finished(turn, event)
+        self._turn_lost(turn, event.outcome)
+        return _TURN_ENDED
+
+    def _turn_finished(self, turn: Turn, event: TurnEnd) -> Moment:
+        core, book = self._core, self._core.book
         prompt_tokens = turn.prompt_tokens if event.prompt_tokens is None else event.prompt_tokens
         output_tokens = turn.output_tokens if event.output_tokens is None else event.output_tokens
         program = turn.program
@@ -105,8 +102,7 @@ class Turns:
         if program is None:
             del book.turns[turn.turn_id]
             core.turn_ends.end_anonymous(turn)
-            core.balance(_TURN_ENDED)
-            return
+            return _TURN_ENDED
         if core.stream.flows:
             cached_tokens = turn.resident_tokens if event.cached_tokens is None else event.cached_tokens
             whole_tokens = prompt_tokens + output_tokens
@@ -131,8 +127,8 @@ class Turns:
             limit = core.program_limits.why_ended(program, book.now_s)
             if limit is not None:
                 self._lives.end_for_good(program, limit)
-                return
-        core.balance(_TURN_ENDED)
+                return Moment.PROGRAM_ENDED
+        return _TURN_ENDED
 
     def _learn_from(self, ended: TurnEnded) -> None:
         """Learn from a finished turn, and from what was lost of it."""
@@ -162,12 +158,8 @@ class Turns:
             replica_id = turn.account_id or turn.program.replica_id
             turn.program.verdict.ended(verdict, event.cause, replica_id, turn.branch_id, turn.prompt_bytes)
 
-    def _turn_lost(self, event: TurnFailed | TurnAbandoned) -> None:
-        """End a turn without learning from it: held or in flight, failed or left by its client."""
-        turn = self._core.book.turns.get(event.turn_id)
-        if turn is not None:
-            if isinstance(event, TurnAbandoned) and turn.program is not None and not turn.verdict_cause:
-                turn.program.verdict.ended(TurnVerdict.CLIENT_LEFT, "", None, turn.branch_id, turn.prompt_bytes)
-            how = "abandoned" if isinstance(event, TurnAbandoned) else "refused" if event.refused else "failed"
-            self._core.turn_ends.drop(turn, how)
-            self._core.balance(_TURN_ENDED)
+    def _turn_lost(self, turn: Turn, outcome: Outcome) -> None:
+        """End a turn without learning from it: held or in flight, failed, refused or left by its client."""
+        if outcome == "abandoned" and turn.program is not None and not turn.verdict_cause:
+            turn.program.verdict.ended(TurnVerdict.CLIENT_LEFT, "", None, turn.branch_id, turn.prompt_bytes)
+        self._core.turn_ends.drop(turn, outcome)

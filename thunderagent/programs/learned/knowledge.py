@@ -25,7 +25,6 @@ from thunderagent.programs.learned.roles import RoleOutputs
 from thunderagent.programs.learned.tier_price import TierPrices
 from thunderagent.programs.learned.tool_times import ToolTimes
 from thunderagent.programs.learned.trust import HintRecord, JudgeRecord
-from thunderagent.programs.model.policy import ClaimRules
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.records.learned import CapacityRecord, LearnedRecord, PriceRecord
 from thunderagent.programs.model.turn import (
@@ -36,6 +35,7 @@ from thunderagent.programs.model.turn import (
     TurnEnded,
     usual_ratio,
 )
+from thunderagent.programs.policy import ClaimRules
 
 FIRST_TOKENS_PER_BYTE_RATIO: Final = 0.25
 """English text in a common tokenizer: four bytes a token. Used until the first usage report."""

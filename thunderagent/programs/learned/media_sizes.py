@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from thunderagent.programs.learned.histogram import check_range
-from thunderagent.programs.model.events import Media
+from thunderagent.programs.messages import Media
 
 LEARNING_RATIO: Final = 0.25
 """Weight of the newest turn; the first of a class is believed at once."""

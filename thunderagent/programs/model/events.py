@@ -1,21 +1,15 @@
 """The core's input. Every event carries `now_s`, monotonic seconds, because the core has no clock.
 
-The two largest of each turn have an explicit `__init__`, because that of a dataclass is not compiled. Compiled, these
-two can neither be copied nor pickled.
+Those of a turn's arrival and end are the messages that its carrier sends (`messages.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from thunderagent.programs.messages import TurnAsk, TurnEnd
 from thunderagent.programs.model.fleet_events import FleetEvent
 from thunderagent.programs.model.records.kept import ProgramsAdopted
-
-PrefixCut = tuple[int, int]
-"""A place up to which other prompts may be the same: a digest of everything before it, and its length in bytes."""
-
-Media = tuple[tuple[str, int], ...]
-"""Images, audio and files of a prompt: their classes (model, kind and size), and a first guess of their tokens."""
 
 
 @dataclass(slots=True)
@@ -30,97 +24,9 @@ class ProgramOpened:
     program_class: str = ""
 
 
-@dataclass(slots=True, init=False)
-class TurnArrived:
-    """A turn wants a lease.
-
-    `program_id` None is an anonymous turn: it counts as load and is never held for memory. `prompt_bytes` is the size
-    of the request's body without its `media`; the core learns tokens per byte from usage, and how many tokens each
-    class of media takes. `avoid_replica_id` names the replica that failed the previous attempt at this turn. `prefix`
-    are places in the prompt, in order; programs whose prompts have the same digest at a place have the same prompt up
-    to there. Programs of one `group_id` finish together. A program's tenant, its class (its client's word for what it
-    does) and its parent, a program that waits for it, are those of its first turn. `parent_branch_id` is the branch
-    that waits for it; empty is the main branch. `role` is the agent of the turn; empty means the branch's name.
-
-    At `deadline_s`, in the same seconds as `now_s`, the client gives up; None is never. A client that retries names the
-    turn that this one replaces (`supersedes_id`), and, if that one has ended, since when it waits. `wanted_replica_id`
-    alone has the response from which the turn continues.
-    """
-
-    now_s: float
-    turn_id: int
-    program_id: str | None
-    branch_id: str = ""
-    prompt_bytes: int = 0
-    avoid_replica_id: str | None = None
-    prefix: tuple[PrefixCut, ...] = ()
-    group_id: str = ""
-    deadline_s: float | None = None
-    supersedes_id: int | None = None
-    waiting_since_s: float | None = None
-    parent_id: str = ""
-    tenant: str = ""
-    wanted_replica_id: str | None = None
-    program_class: str = ""
-    role: str = ""
-    parent_branch_id: str = ""
-    media: Media = ()
-
-    def __init__(
-        self,
-        now_s: float,
-        turn_id: int,
-        program_id: str | None,
-        branch_id: str = "",
-        prompt_bytes: int = 0,
-        avoid_replica_id: str | None = None,
-        prefix: tuple[PrefixCut, ...] = (),
-        group_id: str = "",
-        deadline_s: float | None = None,
-        supersedes_id: int | None = None,
-        waiting_since_s: float | None = None,
-        parent_id: str = "",
-        tenant: str = "",
-        wanted_replica_id: str | None = None,
-        program_class: str = "",
-        role: str = "",
-        parent_branch_id: str = "",
-        media: Media = (),
-    ) -> None:
-        self.now_s = now_s
-        self.turn_id = turn_id
-        self.program_id = program_id
-        self.branch_id = branch_id
-        self.prompt_bytes = prompt_bytes
-        self.avoid_replica_id = avoid_replica_id
-        self.prefix = prefix
-        self.group_id = group_id
-        self.deadline_s = deadline_s
-        self.supersedes_id = supersedes_id
-        self.waiting_since_s = waiting_since_s
-        self.parent_id = parent_id
-        self.tenant = tenant
-        self.wanted_replica_id = wanted_replica_id
-        self.program_class = program_class
-        self.role = role
-        self.parent_branch_id = parent_branch_id
-        self.media = media
-
-
-@dataclass(slots=True)
-class PinnedTurnArrived:
-    """An anonymous turn wants a lease on the replica that its client chose, and on no other."""
-
-    now_s: float
-    turn_id: int
-    replica_id: str
-    prompt_bytes: int = 0
-    media: Media = ()
-
-
 @dataclass(slots=True)
 class TurnAdopted:
-    """A turn, as it `arrived`, already runs on a replica by a lease of another scheduler, which is gone.
+    """A turn, as it was asked for, already runs on a replica by a lease of another scheduler, which is gone.
 
     It counts there regardless of room; nothing happens if that replica grants nothing now.
     """
@@ -128,7 +34,7 @@ class TurnAdopted:
     now_s: float
     turn_id: int
     replica_id: str
-    arrived: TurnArrived
+    ask: TurnAsk
 
 
 @dataclass(slots=True)
@@ -156,48 +62,6 @@ class TurnProgressed:
     output_tokens: int
 
 
-@dataclass(slots=True, init=False)
-class TurnFinished:
-    """The answer is complete. A count is None if the engine did not report it.
-
-    `prompt_tokens` includes the cached ones, as in the `usage` object of the OpenAI API. `tool` names what the answer
-    calls, as far as that tells how long it will take: a tool's name, or a shell's with the first word of its command;
-    empty if it calls nothing, or nobody looked.
-    """
-
-    now_s: float
-    turn_id: int
-    prompt_tokens: int | None = None
-    output_tokens: int | None = None
-    cached_tokens: int | None = None
-    tool: str = ""
-
-    def __init__(
-        self,
-        now_s: float,
-        turn_id: int,
-        prompt_tokens: int | None = None,
-        output_tokens: int | None = None,
-        cached_tokens: int | None = None,
-        tool: str = "",
-    ) -> None:
-        self.now_s = now_s
-        self.turn_id = turn_id
-        self.prompt_tokens = prompt_tokens
-        self.output_tokens = output_tokens
-        self.cached_tokens = cached_tokens
-        self.tool = tool
-
-
-@dataclass(slots=True)
-class TurnFailed:
-    """The replica failed the turn, or `refused` it; the lease comes back and nothing is learned from it."""
-
-    now_s: float
-    turn_id: int
-    refused: bool = False
-
-
 @dataclass(slots=True)
 class TurnJudged:
     """Whose fault it is that a turn is about to end badly: a `TurnVerdict`; the cause is a word of it."""
@@ -206,14 +70,6 @@ class TurnJudged:
     turn_id: int
     verdict: str
     cause: str = ""
-
-
-@dataclass(slots=True)
-class TurnAbandoned:
-    """The client left while the turn was held or in flight."""
-
-    now_s: float
-    turn_id: int
 
 
 @dataclass(slots=True)
@@ -322,16 +178,13 @@ class Tick:
 
 Event = (
     ProgramOpened
-    | TurnArrived
-    | PinnedTurnArrived
+    | TurnAsk
     | TurnAdopted
     | TurnUnverified
     | TurnStarted
     | TurnProgressed
-    | TurnFinished
-    | TurnFailed
+    | TurnEnd
     | TurnJudged
-    | TurnAbandoned
     | ProgramCrowdedOut
     | ProgramReleased
     | ProgramsReleased

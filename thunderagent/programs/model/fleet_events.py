@@ -5,10 +5,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from thunderagent.programs.messages import ProgramLimits
 from thunderagent.programs.model.advice.routes import Targets
 from thunderagent.programs.model.records.learned import LearnedRecord
-from thunderagent.programs.model.records.limits import ProgramLimits
 
 BACKPRESSURE = "backpressure"
 """The cause for which a replica that says it is full grants nothing: its engine goes on with what it has."""
@@ -290,6 +291,14 @@ class SandboxFailed:
     program_id: str
     sandbox_id: str
     why: str
+
+
+class SandboxSums(NamedTuple):
+    """The resource use of all sandboxes, as last measured; None is *not known*."""
+
+    sandbox_count: int = 0
+    disk_bytes: int | None = None
+    memory_bytes: int | None = None
 
 
 @dataclass(slots=True)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Final
 
+from thunderagent.programs.messages import ProgramLimits
 from thunderagent.programs.model.advice.hints import Hint
 from thunderagent.programs.model.advice.routes import Route
 from thunderagent.programs.model.advice.verdicts import Level, Verdicts
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.places import Kind, Phase, Place, Status
-from thunderagent.programs.model.records.limits import ProgramLimits
 from thunderagent.programs.model.turn import MAIN_BRANCH, Branch, Turn
 from thunderagent.programs.model.verdict import ProgramVerdict
 

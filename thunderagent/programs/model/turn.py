@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING, Final
 
-from thunderagent.programs.model.events import Media
+from thunderagent.programs.messages import Media
 
 if TYPE_CHECKING:
     from thunderagent.programs.model.advice.routes import Route

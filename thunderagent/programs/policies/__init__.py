@@ -5,14 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from thunderagent.programs.model.policy import (
-    Admission,
-    EnginePriority,
-    GlobalPolicy,
-    Order,
-    Policy,
-    Victims,
-)
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.policies.baselines.passthrough import Passthrough
 from thunderagent.programs.policies.baselines.sticky import Sticky
@@ -37,6 +29,14 @@ from thunderagent.programs.policies.parts.orders import Fcfs, ShortestFirst
 from thunderagent.programs.policies.parts.program_age import ProgramAge
 from thunderagent.programs.policies.parts.victims import Largest, Youngest
 from thunderagent.programs.policies.parts.window import Window
+from thunderagent.programs.policy import (
+    Admission,
+    EnginePriority,
+    GlobalPolicy,
+    Order,
+    Policy,
+    Victims,
+)
 
 POLICIES: dict[str, Callable[..., Policy]] = {
     "autellix": Autellix,

@@ -11,7 +11,7 @@ planned from measured prices for how long holding pays (`learned/holding.py`), a
 rate of return falls below one in that threshold times `hold_ratio` (`tool_times.py`). After that it is *expired*: its
 claim is taken as soon as the first in the queue needs the room, and not before. Where nothing is worth holding, turns
 alone fill the memory. A client's hint on its next turn replaces that guess, for at most the threshold, and for at most
-`hint_ratio` of a replica (`verbs/hints.py`).
+`hint_ratio` of a replica (`transitions.py`).
 
 **No idle engine.** A replica without a turn in flight lets the first in the queue in, whatever is claimed there; the
 programs whose tools have run longest are paused for it. Engines evict those first, too.
@@ -42,23 +42,32 @@ it. A replica of unknown capacity counts as the median of the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+from typing import Any, ClassVar
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.model.policy import HINT_RATIO, ClaimRules, Moment, Observe, Placement
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import ProgramView, ReplicaView
+from thunderagent.programs.model.ranked_set import Rank
 from thunderagent.programs.policies.letting_in import LettingIn
 from thunderagent.programs.policies.parts.least_area import LeastArea
 from thunderagent.programs.policies.setting_checks import check_not_negative
+from thunderagent.programs.policy import (
+    HINT_RATIO,
+    ClaimRules,
+    Moment,
+    Observe,
+    Placement,
+    Policy,
+    ProgramView,
+    ReplicaView,
+    View,
+)
 
-Place = Callable[[View, ProgramView, Sequence[ReplicaView]], Placement]
 
-
-@dataclass(frozen=True, slots=True)
-class BreakEven:
+@dataclass(frozen=True)
+class BreakEven(Policy):
     """Hold, let in, pause and place as above. Each part has a setting that switches it off."""
 
     hold_ratio: float = 1.5
@@ -98,17 +107,6 @@ class BreakEven:
     """The part of the limit that clients' hints may keep for longer than the policy would. Raise it if all clients are
     your own and `thunderagent_hints_measured_total` says they are right. `0`: hints can only free memory.
     """
-    place: Place = field(init=False, repr=False, compare=False)
-    """This and what follows is done by `LettingIn`, which is compiled where the core is."""
-    balance: Callable[[View, Moment], None] = field(init=False, repr=False, compare=False)
-    hold_s: Callable[[View, ProgramView], float] = field(init=False, repr=False, compare=False)
-    hold_threshold_s: Callable[[View, ProgramView], float] = field(init=False, repr=False, compare=False)
-    kept_tokens: Callable[[View, ProgramView, ReplicaView], float] = field(init=False, repr=False, compare=False)
-    pause_rank: Callable[[ProgramView], float] = field(init=False, repr=False, compare=False)
-    order: LeastArea = field(init=False, repr=False, compare=False)
-    """Who is let in first, where no other part is chosen; it learns, so a policy belongs to one scheduler."""
-    restore_rank: Callable[[ProgramView], float] = field(init=False, repr=False, compare=False)
-    observe: Observe = field(init=False, repr=False, compare=False)
     name: ClassVar[str] = "breakeven"
     tick_s: ClassVar[float] = 1.0
     stays_home: ClassVar[bool] = True
@@ -123,7 +121,14 @@ class BreakEven:
             raise ConfigurationError(
                 f"breakeven: needs 0 < low_ratio <= high_ratio, not {self.low_ratio} and {self.high_ratio}"
             )
-        rules = LettingIn(
+
+    @cached_property
+    def rules(self) -> Any:
+        """Return the `LettingIn` of these settings, which is compiled where the core is.
+
+        It is Any, because that takes the one class of views that there is, for its speed, and not just any `View`.
+        """
+        return LettingIn(
             hold_ratio=self.hold_ratio,
             low_ratio=self.low_ratio,
             high_ratio=self.high_ratio,
@@ -131,11 +136,15 @@ class BreakEven:
             pass_count=self.pass_count,
             wait_ratio=self.wait_ratio,
         )
-        for name in ("place", "balance", "hold_s", "hold_threshold_s", "kept_tokens", "pause_rank"):
-            object.__setattr__(self, name, getattr(rules, name))
-        object.__setattr__(self, "order", LeastArea())
-        for name in ("restore_rank", "observe"):
-            object.__setattr__(self, name, getattr(self.order, name))
+
+    @cached_property
+    def order(self) -> LeastArea:
+        """Return who is let in first, unless another is chosen; it learns, so a policy belongs to one scheduler."""
+        return LeastArea()
+
+    def observers(self) -> Sequence[Observe]:
+        """Return those of its order."""
+        return self.order.observers()
 
     @property
     def claim_rules(self) -> ClaimRules:
@@ -146,3 +155,32 @@ class BreakEven:
             share_prefixes=self.share_prefixes,
             adapt_capacity=self.adapt_capacity,
         )
+
+    def place(self, view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
+        """Return the program's own replica while it is active, otherwise one with room, if it is its turn."""
+        placement: Placement = self.rules.place(view, program, candidates)
+        return placement
+
+    def balance(self, view: View, moment: Moment) -> None:
+        """Pause where claims exceed the capacity, and let fitting programs in, where something changed or on a tick."""
+        self.rules.balance(view, moment)
+
+    def hold_s(self, view: View, program: ProgramView) -> float:
+        """Return until when the program's tool returns more often than once in the break-even time."""
+        return float(self.rules.hold_s(view, program))
+
+    def hold_threshold_s(self, view: View, program: ProgramView) -> float:
+        """Return what a lost token is worth in seconds of holding, as planned, times `hold_ratio`."""
+        return float(self.rules.hold_threshold_s(view, program))
+
+    def kept_tokens(self, view: View, program: ProgramView, replica: ReplicaView) -> float:
+        """Return what must stay free there: above the watermark, and for growth."""
+        return float(self.rules.kept_tokens(view, program, replica))
+
+    def pause_rank(self, program: ProgramView) -> float:
+        """Rank the youngest first, and the last of a group last."""
+        return inf if program.is_last_of_group else -program.opened_s
+
+    def restore_rank(self, program: ProgramView) -> Rank:
+        """Rank as its order does."""
+        return self.order.restore_rank(program)

@@ -2,7 +2,7 @@
 
 Theory of operation
 ===================
-A policy (`model/policy.py`) says who may hold memory where. Parts can answer some of its questions instead:
+A policy (`policy.py`) says who may hold memory where. Parts can answer some of its questions instead:
 
 - **admission**: may this program begin at all? A program that is not admitted waits *unadmitted*, where the policy does
   not see it. The part is asked for the next program to admit whenever something may have changed, until it names none.
@@ -10,7 +10,7 @@ A policy (`model/policy.py`) says who may hold memory where. Parts can answer so
   `propose_dismiss`, which makes it wait unadmitted again from its next turn on.
 - **order**: which program of the paused queue is restored first (`restore_rank`).
 - **victims**: which program on a replica is paused or marked first (`pause_rank`).
-- **global policy**: periodically, what should be changed by the operations of `operations.py`: where programs go, which
+- **global policy**: periodically, what should be changed by the operations of `Operations`: where programs go, which
   come first, which move, which replicas are started and ended. It is asked on a tick, after the policy balanced. Its
   changes apply to every later event, and it does not slow these down.
 - **engine priority**: the number that an engine with priorities gets with a granted turn; lower comes first, as in
@@ -21,16 +21,15 @@ same events always send it the same signals. It receives signals (`signals.py`) 
 proposals belong in `next` and `balance`. Ranks must not change while a program stays in its phase; a part that must
 change one calls `view.rank_anew` from there.
 
-A policy whose parts belong together, like MARS, has an attribute for each itself. A policy that never holds a program
-for lack of memory may set `holds_nobody = True`: orders and victims then have no effect.
+A policy whose parts belong together, like MARS, has an attribute for each itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from thunderagent.programs.model.policy import (
-    HINT_RATIO,
+from thunderagent.programs.model.ranked_set import Rank
+from thunderagent.programs.policy import (
     Admission,
     ClaimRules,
     EnginePriority,
@@ -40,29 +39,14 @@ from thunderagent.programs.model.policy import (
     Order,
     Placement,
     Policy,
+    ProgramView,
+    ReplicaView,
     Victims,
+    View,
 )
-from thunderagent.programs.model.records.signals import Signal
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import ProgramView, ReplicaView
 
 
-def observers_of(*parts: object) -> Sequence[Observe]:
-    """Return how the parts that want signals receive them, each once."""
-    observing: list[object] = []
-    for part in parts:
-        if getattr(part, "observe", None) is not None and not any(part is other for other in observing):
-            observing.append(part)
-    return tuple(part.observe for part in observing)  # type: ignore[attr-defined]
-
-
-def _hears_for_its_order_alone(base: Policy) -> bool:
-    """Return whether a policy observes only for its own order, which gets no signals once another replaces it."""
-    order, observe = getattr(base, "order", None), getattr(base, "observe", None)
-    return observe is not None and observe == getattr(order, "observe", None)
-
-
-class ControlChain:
+class ControlChain(GlobalPolicy):
     """Several global policies: each is asked in its own period, in the given order.
 
     Later ones see what earlier ones changed.
@@ -71,14 +55,35 @@ class ControlChain:
     def __init__(self, policies: Sequence[GlobalPolicy]) -> None:
         """Chain `policies`, at least one."""
         self.policies = tuple(policies)
-        self.name = "+".join(policy.name for policy in self.policies)
-        self.period_s = min(policy.period_s for policy in self.policies)
 
     def __repr__(self) -> str:
         return f"<ControlChain {self.name}>"
 
+    @property
+    def name(self) -> str:
+        """Return their names."""
+        return "+".join(policy.name for policy in self.policies)
 
-class Composed:
+    @property
+    def period_s(self) -> float:
+        """Return the shortest of their periods."""
+        return min(policy.period_s for policy in self.policies)
+
+    def chained(self) -> Sequence[GlobalPolicy]:
+        """Return them."""
+        return self.policies
+
+    def observers(self) -> Sequence[Observe]:
+        """Return none: they look at the view when they are asked."""
+        return ()
+
+    def decide(self, view: View) -> None:
+        """Ask all of them now."""
+        for policy in self.policies:
+            policy.decide(view)
+
+
+class Composed(Policy):
     """A policy that leaves some of its questions to parts."""
 
     def __init__(
@@ -89,14 +94,16 @@ class Composed:
         order: Order | None = None,
         victims: Victims | None = None,
         priority: EnginePriority | None = None,
-        global_policy: GlobalPolicy | ControlChain | None = None,
+        global_policy: GlobalPolicy | None = None,
     ) -> None:
         """Ask `base` whatever no part answers."""
         self.base = base
-        self.order: Order | None = order or getattr(base, "order", None)
-        self.admission: Admission | None = admission or getattr(base, "admission", None)
-        self.priority: EnginePriority | None = priority or getattr(base, "priority", None)
-        self.global_policy: GlobalPolicy | ControlChain | None = global_policy or getattr(base, "global_policy", None)
+        self._admission = admission or base.admission
+        self._order = order or base.order
+        self._victims = victims
+        self._priority = priority or base.priority
+        self._global_policy = global_policy or base.global_policy
+        self._restores_by: Policy | Order = order or base
         given = {
             "admission": admission,
             "order": order,
@@ -104,22 +111,39 @@ class Composed:
             "priority": priority,
             "global_policy": global_policy,
         }
-        self.name = "+".join([base.name, *(f"{kind}={part.name}" for kind, part in given.items() if part is not None)])
-        self.restore_rank = base.restore_rank if order is None else order.restore_rank
-        self.pause_rank = base.pause_rank if victims is None else victims.pause_rank
-        self.hold_s = base.hold_s
-        self.stays_home: bool = getattr(base, "stays_home", False)
-        self.hold_threshold_s = getattr(base, "hold_threshold_s", None)
-        self.hint_ratio: float = getattr(base, "hint_ratio", HINT_RATIO)
-        self._observers = observers_of(
-            *(() if order is not None and _hears_for_its_order_alone(base) else (base,)),
-            *(part for part in given.values() if part is not None),
-        )
-        if self._observers:
-            self.observe = self._observe
+        self._name = "+".join([base.name, *(f"{kind}={part.name}" for kind, part in given.items() if part is not None)])
+        own = () if order is not None and _hears_for_its_order_alone(base) else base.observers()
+        of_parts = [observe for part in given.values() if part is not None for observe in part.observers()]
+        self._observers = tuple(dict.fromkeys((*own, *of_parts)))
+        """Each once: one part may be chosen for two kinds."""
 
     def __repr__(self) -> str:
         return f"<Composed {self.name}>"
+
+    @property
+    def name(self) -> str:
+        """Return the name of the base, with those of its parts."""
+        return self._name
+
+    @property
+    def admission(self) -> Admission | None:
+        """Return the chosen one, or that of the base."""
+        return self._admission
+
+    @property
+    def order(self) -> Order | None:
+        """Return the chosen one, or that of the base."""
+        return self._order
+
+    @property
+    def priority(self) -> EnginePriority | None:
+        """Return the chosen one, or that of the base."""
+        return self._priority
+
+    @property
+    def global_policy(self) -> GlobalPolicy | None:
+        """Return the chosen one, or that of the base."""
+        return self._global_policy
 
     @property
     def claim_rules(self) -> ClaimRules:
@@ -130,8 +154,52 @@ class Composed:
     def tick_s(self) -> float:
         """Return the shortest of those of the base and its parts."""
         parts = (self.base, self.admission, self.priority)
-        tick_s = min(float(getattr(part, "tick_s", self.base.tick_s)) for part in parts if part is not None)
+        tick_s = min(part.tick_s for part in parts if part is not None)
         return tick_s if self.global_policy is None else min(tick_s, self.global_policy.period_s)
+
+    @property
+    def stays_home(self) -> bool:
+        """Return whether the base does."""
+        return self.base.stays_home
+
+    @property
+    def holds_nobody(self) -> bool:
+        """Return whether the base does."""
+        return self.base.holds_nobody
+
+    @property
+    def holds_by_cost(self) -> bool:
+        """Return whether the base does."""
+        return self.base.holds_by_cost
+
+    @property
+    def hint_ratio(self) -> float:
+        """Return that of the base."""
+        return self.base.hint_ratio
+
+    def observers(self) -> Sequence[Observe]:
+        """Return those of the base and of its chosen parts."""
+        return self._observers
+
+    def restore_rank(self, program: ProgramView) -> Rank:
+        """Rank as the chosen order does, or the base."""
+        return self._restores_by.restore_rank(program)
+
+    def pause_rank(self, program: ProgramView) -> Rank:
+        """Rank as the chosen victims do, or the base."""
+        return (self._victims or self.base).pause_rank(program)
+
+    def hold_s(self, view: View, program: ProgramView) -> float:
+        """Hold for as long as the base does."""
+        return self.base.hold_s(view, program)
+
+    def hold_threshold_s(self, view: View, program: ProgramView) -> float:
+        """Return that of the base."""
+        return self.base.hold_threshold_s(view, program)
+
+    def kept_tokens(self, view: View, program: ProgramView, replica: ReplicaView) -> float:
+        """Return what the base would."""
+        return self.base.kept_tokens(view, program, replica)
 
     def place(self, view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
         """Place as the base does."""
@@ -141,6 +209,7 @@ class Composed:
         """Balance as the base does."""
         self.base.balance(view, moment)
 
-    def _observe(self, view: View, signal: Signal) -> None:
-        for observe in self._observers:
-            observe(view, signal)
+
+def _hears_for_its_order_alone(base: Policy) -> bool:
+    """Return whether a policy observes only for its own order, which gets no signals once another replaces it."""
+    return base.order is not None and bool(base.observers()) and base.observers() == base.order.observers()

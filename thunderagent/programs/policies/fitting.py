@@ -8,10 +8,8 @@ from math import inf
 
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.places import Status
-from thunderagent.programs.model.policy import Placement
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import ProgramView, ReplicaView
 from thunderagent.programs.policies.helpers import home_of, largest_capacity_tokens, without_routed_before
+from thunderagent.programs.policy import Placement, ProgramView, ReplicaView, View
 
 
 @dataclass(frozen=True, slots=True)

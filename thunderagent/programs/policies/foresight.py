@@ -8,12 +8,12 @@ from math import hypot
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the view by its one class: see `letting_in.py`
-    from thunderagent.programs.book.replica import Replica as ReplicaView
-    from thunderagent.programs.model.program import Program as ProgramView
-    from thunderagent.programs.view import SchedulerView as View
+    from thunderagent.programs.book.replica import Replica
+    from thunderagent.programs.model.program import Program
+    from thunderagent.programs.transitions import SchedulerView
 
 
-def foreseen_tokens(view: View, program: ProgramView, replica: ReplicaView, foresight_ratio: float) -> float:
+def foreseen_tokens(view: SchedulerView, program: Program, replica: Replica, foresight_ratio: float) -> float:
     """Return how much growth of each program on a replica must have room if `program` is let in there.
 
     In t seconds it uses c·t + r·t²/2 of memory. If it is paused then, c + r·t tokens are computed again, each worth
@@ -24,7 +24,7 @@ def foreseen_tokens(view: View, program: ProgramView, replica: ReplicaView, fore
     return grown_tokens - claim_tokens + hypot(claim_tokens, grown_tokens)
 
 
-def is_short(view: View, program: ProgramView, low_ratio: float) -> bool:
+def is_short(view: SchedulerView, program: Program, low_ratio: float) -> bool:
     """Return whether memory is short: all programs that are in or wait, each of mean size, do not fit.
 
     The mean size is that of `program` plus the growth that programs were seen to have.

@@ -7,9 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf, isnan
 
-from thunderagent.programs.model.policy import Moment, Policy
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import ProgramView, ReplicaView
+from thunderagent.programs.policy import Moment, Policy, ProgramView, ReplicaView, View
 
 
 def times(ratio: float, value: float) -> float:

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Final
 
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.places import Status
-from thunderagent.programs.model.policy import Moment, Placement, least_loaded
 from thunderagent.programs.policies.foresight import foreseen_tokens, is_short
 from thunderagent.programs.policies.helpers import largest_capacity_tokens, times
+from thunderagent.programs.policy import Moment, Placement, least_loaded
 
 if TYPE_CHECKING:  # the view by its one class: compiled code then looks no name up, and boxes no number
-    from thunderagent.programs.book.accounts import Account as AccountView
-    from thunderagent.programs.book.replica import Replica as ReplicaView
-    from thunderagent.programs.model.program import Program as ProgramView
-    from thunderagent.programs.view import SchedulerView as View
+    from thunderagent.programs.book.accounts import Account
+    from thunderagent.programs.book.replica import Replica
+    from thunderagent.programs.model.program import Program
+    from thunderagent.programs.transitions import SchedulerView
 
-Found = tuple["ReplicaView | None", Reason]
+Found = tuple["Replica | None", Reason]
 """Where a program could be active, or None, and why."""
 
 
@@ -64,20 +64,16 @@ class LettingIn:
         self.pass_count = pass_count
         self.wait_ratio = wait_ratio
 
-    def hold_s(self, view: View, program: ProgramView) -> float:
+    def hold_s(self, view: SchedulerView, program: Program) -> float:
         """Return until when the program's tool returns more often than once in the break-even time."""
         hold_s = view.tool_hold_s(program.tool, self.hold_threshold_s(view, program))
         return min(hold_s, LONGEST_HOLD_S)
 
-    def hold_threshold_s(self, view: View, program: ProgramView) -> float:
+    def hold_threshold_s(self, view: SchedulerView, program: Program) -> float:
         """Return what a lost token is worth in seconds of holding, as planned, times `hold_ratio`."""
         return times(self.hold_ratio, view.hold_threshold_s(program.replica_id))
 
-    def pause_rank(self, program: ProgramView) -> float:
-        """Rank the youngest first, and the last of a group last."""
-        return inf if program.is_last_of_group else -program.opened_s
-
-    def place(self, view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
+    def place(self, view: SchedulerView, program: Program, candidates: Sequence[Replica]) -> Placement:
         """Return the program's own replica while it is active, otherwise one with room, if it is its turn."""
         home = view.replica(program.replica_id)
         if home is not None and candidates is not view.replicas and home not in candidates:
@@ -90,7 +86,7 @@ class LettingIn:
         reserved = None if comes_first else self._reserved(view, view.first_waiting())
         return Placement(*self._find_beside(view, program, candidates, home, reserved, comes_first))
 
-    def balance(self, view: View, moment: Moment) -> None:
+    def balance(self, view: SchedulerView, moment: Moment) -> None:
         """Pause where claims exceed the capacity, and let fitting programs in, where something changed or on a tick."""
         everywhere = moment is _TICK or moment is _REPLICAS_CHANGED
         replicas = view.replicas if everywhere else view.changed_replicas
@@ -101,7 +97,7 @@ class LettingIn:
 
     # --- letting in -------------------------------------------------------------------------------------------------
 
-    def _let_in(self, view: View, replicas: Sequence[ReplicaView]) -> None:
+    def _let_in(self, view: SchedulerView, replicas: Sequence[Replica]) -> None:
         """Let waiting programs in, in queue order, until the first does not fit; then a few that do."""
         while (head := view.first_waiting()) is not None:
             replica, reason = self._find_beside(view, head, replicas, view.replica(head.replica_id), None, True)
@@ -111,7 +107,7 @@ class LettingIn:
         if head is not None and self.pass_count:
             self._let_pass(view, head, replicas)
 
-    def _let_pass(self, view: View, head: ProgramView, replicas: Sequence[ReplicaView]) -> None:
+    def _let_pass(self, view: SchedulerView, head: Program, replicas: Sequence[Replica]) -> None:
         """Let a few programs behind the head of the queue pass it.
 
         Mostly there is not enough room for anybody, which is checked first.
@@ -128,11 +124,11 @@ class LettingIn:
 
     def _find_beside(
         self,
-        view: View,
-        program: ProgramView,
-        candidates: Sequence[ReplicaView],
-        home: ReplicaView | None,
-        reserved: ReplicaView | None,
+        view: SchedulerView,
+        program: Program,
+        candidates: Sequence[Replica],
+        home: Replica | None,
+        reserved: Replica | None,
         make_room: bool,
     ) -> Found:
         """Return where a paused program could be active; with `make_room`, expired programs are paused for it.
@@ -170,7 +166,7 @@ class LettingIn:
         return None, Reason.NO_ROOM
 
     def _makes_room_on_idle(
-        self, view: View, program: ProgramView, replica: ReplicaView, reserved: ReplicaView | None
+        self, view: SchedulerView, program: Program, replica: Replica, reserved: Replica | None
     ) -> bool:
         """Pause programs whose tools run until a program fits on a replica without a turn; return whether it does.
 
@@ -191,14 +187,12 @@ class LettingIn:
             view.propose_pause(each, Reason.EXPIRED)
         return bool(going) or not account.active_count
 
-    def _is_kept(self, view: View, program: ProgramView, replica: ReplicaView) -> bool:
+    def _is_kept(self, view: SchedulerView, program: Program, replica: Replica) -> bool:
         """Return whether a program waits for that replica alone, comes before this one, and may not be passed."""
         routed = view.first_routed_before(program, replica)
         return routed is not None and (not self.pass_count or self._has_waited_long(view, routed))
 
-    def _may_fit(
-        self, view: View, programs: Sequence[ProgramView], replicas: Sequence[ReplicaView]
-    ) -> list[ProgramView]:
+    def _may_fit(self, view: SchedulerView, programs: Sequence[Program], replicas: Sequence[Replica]) -> list[Program]:
         """Return the programs that may fit at home or on one of these replicas as it is, or exceed one."""
         most_free_tokens, smallest_tokens = -inf, inf
         for replica in replicas:
@@ -221,24 +215,24 @@ class LettingIn:
                 found.append(program)
         return found
 
-    def _room_of(self, replica: ReplicaView) -> tuple[float, float]:
+    def _room_of(self, replica: Replica) -> tuple[float, float]:
         """Return a replica's current free room, infinite if it is empty, and the size that exceeds it."""
         account = replica.account
         free_tokens = self.low_ratio * account.limit_tokens - account.demand_tokens if account.active_count else inf
         return free_tokens, self.low_ratio * (account.capacity_tokens or inf)
 
-    def _reserved(self, view: View, head: ProgramView | None) -> ReplicaView | None:
+    def _reserved(self, view: SchedulerView, head: Program | None) -> Replica | None:
         """Return the replica that lets nobody else in, once the head of the queue has waited long enough."""
         if head is None or not self._has_waited_long(view, head):
             return None
         return self._roomiest(view, head, view.replicas, None, self._foresees(view, head))
 
-    def _has_waited_long(self, view: View, program: ProgramView) -> bool:
+    def _has_waited_long(self, view: SchedulerView, program: Program) -> bool:
         return view.now_s - program.waiting_since_s > times(self.wait_ratio, view.median_residence_s)
 
     # --- placing ----------------------------------------------------------------------------------------------------
 
-    def _fits(self, view: View, program: ProgramView, replica: ReplicaView, foresees: bool, make_room: bool) -> bool:
+    def _fits(self, view: SchedulerView, program: Program, replica: Replica, foresees: bool, make_room: bool) -> bool:
         """Return whether a program fits once expired programs are paused; alone on a replica it always fits."""
         account = replica.account
         if not account.active_count:
@@ -259,7 +253,7 @@ class LettingIn:
         return not account.active_count or self._free_tokens(account, grown_tokens) >= needed_tokens
 
     def _measure(
-        self, view: View, program: ProgramView, replica: ReplicaView, foresees: bool
+        self, view: SchedulerView, program: Program, replica: Replica, foresees: bool
     ) -> tuple[float, float, float]:
         """Return what a program needs on a replica, what is free there, and the foreseen growth of each program."""
         needed_tokens = float(view.claim_tokens_on(program, replica))
@@ -267,7 +261,7 @@ class LettingIn:
         needed_tokens += min(program.growth_tokens, grown_tokens)
         return needed_tokens, self._free_tokens(replica.account, grown_tokens), grown_tokens
 
-    def kept_tokens(self, view: View, program: ProgramView, replica: ReplicaView) -> float:
+    def kept_tokens(self, view: SchedulerView, program: Program, replica: Replica) -> float:
         """Return what must stay free on a replica when a program comes: above the watermark, and for growth.
 
         That is its own growth, too, if it is foreseen. None of it is needed where no turn runs.
@@ -282,7 +276,7 @@ class LettingIn:
             kept_tokens += min(account.growth_tokens, account.active_count * grown_tokens)
         return kept_tokens
 
-    def _foresees(self, view: View, program: ProgramView) -> bool:
+    def _foresees(self, view: SchedulerView, program: Program) -> bool:
         """Return whether a program leaves room for growth: a newcomer does if memory is short."""
         if program.turn_count or not self.foresight_ratio or view.mean_growth_tokens == inf:
             return False
@@ -290,12 +284,12 @@ class LettingIn:
 
     def _roomiest(
         self,
-        view: View,
-        program: ProgramView,
-        candidates: Sequence[ReplicaView],
-        reserved: ReplicaView | None,
+        view: SchedulerView,
+        program: Program,
+        candidates: Sequence[Replica],
+        reserved: Replica | None,
         foresees: bool,
-    ) -> ReplicaView:
+    ) -> Replica:
         """Return the replica with most room except the reserved one; among equals the one with least on it.
 
         Without foresight all replicas are in that order already. With it each is checked.
@@ -310,7 +304,7 @@ class LettingIn:
             one, other = first[0].account, first[1].account
             if ratio * one.limit_tokens - one.demand_tokens > ratio * other.limit_tokens - other.demand_tokens:
                 return first[0]
-        roomiest: list[ReplicaView] = []
+        roomiest: list[Replica] = []
         most_tokens = -inf
         for replica in candidates:  # a call for each would cost more than all the rest
             account = replica.account
@@ -328,13 +322,13 @@ class LettingIn:
 
     def _with_fewest_programs(
         self,
-        view: View,
-        program: ProgramView,
-        candidates: Sequence[ReplicaView],
-        reserved: ReplicaView | None,
-        roomiest: ReplicaView,
+        view: SchedulerView,
+        program: Program,
+        candidates: Sequence[Replica],
+        reserved: Replica | None,
+        roomiest: Replica,
         foresees: bool,
-    ) -> ReplicaView:
+    ) -> Replica:
         """Return the replica with fewest programs for its memory, of `roomiest` and those with room as things stand.
 
         Among equals it is the one with most room. Turns slow each other down, and claims do not tell how many there
@@ -350,7 +344,7 @@ class LettingIn:
                 found, fewest, most_tokens = replica, count, free_tokens
         return found
 
-    def _free_tokens(self, account: AccountView, grown_tokens: float) -> float:
+    def _free_tokens(self, account: Account, grown_tokens: float) -> float:
         """Return what nobody claims now or by growing; a program grows by `grown_tokens`, as far as foreseen."""
         free_tokens = self.low_ratio * account.limit_tokens - account.demand_tokens
         if grown_tokens:
@@ -359,7 +353,7 @@ class LettingIn:
 
     # --- relieving --------------------------------------------------------------------------------------------------
 
-    def _relieve(self, view: View, replica: ReplicaView) -> None:
+    def _relieve(self, view: SchedulerView, replica: Replica) -> None:
         """Pause, then mark, until all unmarked claims are under the high watermark; unmark where there is room."""
         account = replica.account
         limit_tokens, marked_tokens = self.high_ratio * account.limit_tokens, account.marked_tokens
@@ -378,12 +372,12 @@ class LettingIn:
                 break
 
 
-def _programs_by_memory(account: AccountView) -> float:
+def _programs_by_memory(account: Account) -> float:
     """Return the programs there for a token of memory, each with as many as it has turns; 0 if its size is unknown."""
     return (account.acting.count + account.turn_count) / max(1.0, account.limit_tokens)
 
 
-def _enough(expired: Sequence[ProgramView], tokens: float, grown_tokens: float) -> Sequence[ProgramView]:
+def _enough(expired: Sequence[Program], tokens: float, grown_tokens: float) -> Sequence[Program]:
     """Return the shortest prefix of `expired` that leaves room for `tokens` together; empty if all do not.
 
     Each gives up its claim and its expected growth.

@@ -29,10 +29,10 @@ from collections.abc import Callable
 from math import inf
 from typing import Final
 
+from thunderagent.programs.messages import ProgramLimits
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.ranked_set import RankedSet
-from thunderagent.programs.model.records.limits import ProgramLimits
 from thunderagent.programs.rules.verbs import Verbs
 
 MARGIN_RATIO: Final = 4.0

@@ -20,10 +20,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from thunderagent.programs.book.book import Book
 from thunderagent.programs.book.replica import Replica
-from thunderagent.programs.model.advice.routes import Route, Scope, Targets, is_for
+from thunderagent.programs.model.advice.routes import Route, RouteView, Scope, Targets, is_for
 from thunderagent.programs.model.decisions import Reason, SetRoute
 from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.views import RouteView
 from thunderagent.programs.rules.verbs import Verbs
 
 

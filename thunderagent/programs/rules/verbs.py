@@ -7,9 +7,9 @@ from typing import Protocol
 from thunderagent.programs.book.book import Book
 from thunderagent.programs.book.replica import Replica
 from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.policy import Placement
 from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.turn import Turn
+from thunderagent.programs.policy import Placement
 
 
 class Verbs(Protocol):

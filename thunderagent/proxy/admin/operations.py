@@ -1,6 +1,6 @@
 """The operations as routes: route, set_priority, migrate, kill, provision.
 
-Each is an event of the core (`programs/operations.py`), so a replay shows it. The configured provisioner starts and
+Each is an event of the core (`programs/transitions.py`), so a replay shows it. The configured provisioner starts and
 ends replicas.
 """
 
@@ -13,7 +13,7 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from thunderagent.errors import ProgramKilledError
-from thunderagent.programs.operations import MOST_PRIORITY
+from thunderagent.programs.transitions import MOST_PRIORITY
 from thunderagent.proxy.gate.bodies import read_model, report_response
 from thunderagent.runtime import Runtime
 

@@ -11,20 +11,14 @@ from aiohttp import web
 from pydantic import Field, RootModel
 
 from thunderagent.errors import NotFoundError, RequestError
+from thunderagent.programs.messages import TurnAsk, TurnEnd
 from thunderagent.programs.model.decisions import Decision, Grant, Release, is_rejected
-from thunderagent.programs.model.events import (
-    Event,
-    TurnAbandoned,
-    TurnArrived,
-    TurnFailed,
-    TurnFinished,
-    TurnStarted,
-)
+from thunderagent.programs.model.events import Event, TurnStarted
 from thunderagent.proxy.gate.bodies import Report, report_response
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.runtime import Runtime
 
-HEARS = (TurnArrived, TurnStarted, TurnFinished, TurnFailed, TurnAbandoned, Grant, Release)
+HEARS = (TurnAsk, TurnStarted, TurnEnd, Grant, Release)
 """Kinds of events and decisions for `Profiles.observe`."""
 
 
@@ -140,17 +134,17 @@ class Profiles:
 
     def observe(self, event: Event, decisions: Sequence[Decision]) -> None:
         """Follow turns and the ends of programs."""
-        if type(event) is TurnArrived:
+        if type(event) is TurnAsk:
             if event.program_id is not None and not is_rejected(event.turn_id, decisions):
                 self._arrived(event, event.program_id)
         elif type(event) is TurnStarted:
             if (turn := self._turns.get(event.turn_id)) is not None:
                 turn.started_s = event.now_s
-        elif type(event) is TurnFinished:
-            self._finished(event)
-        elif type(event) in (TurnFailed, TurnAbandoned):
-            assert isinstance(event, TurnFailed | TurnAbandoned)
-            self._turns.pop(event.turn_id, None)
+        elif type(event) is TurnEnd:
+            if event.outcome == "finished":
+                self._finished(event)
+            else:
+                self._turns.pop(event.turn_id, None)
         for decision in decisions:
             if type(decision) is Grant:
                 if (turn := self._turns.get(decision.turn_id)) is not None:
@@ -158,14 +152,14 @@ class Profiles:
             elif type(decision) is Release:
                 self._of_program.pop(decision.program_id, None)
 
-    def _arrived(self, event: TurnArrived, program_id: str) -> None:
-        arrived_s = event.now_s if event.waiting_since_s is None else event.waiting_since_s
+    def _arrived(self, event: TurnAsk, program_id: str) -> None:
+        arrived_s = event.now_s if event.waited_s is None else event.now_s - event.waited_s
         profile = self._of_program.setdefault(program_id, _Profile())
         ended_s = profile.last_ended_s
         tool_call_s = None if ended_s is None else max(0.0, arrived_s - ended_s)
         self._turns[event.turn_id] = _Turn(program_id, arrived_s, tool_call_s)
 
-    def _finished(self, event: TurnFinished) -> None:
+    def _finished(self, event: TurnEnd) -> None:
         turn = self._turns.pop(event.turn_id, None)
         profile = self._of_program.get(turn.program_id) if turn is not None else None
         if turn is None or profile is None:

@@ -15,9 +15,9 @@ from thunderagent.programs.book.accounts import Account
 from thunderagent.programs.book.replica import Replica
 from thunderagent.programs.learned.holding import HoldingPlan
 from thunderagent.programs.learned.price import Price
+from thunderagent.programs.messages import NO_PROGRAM_LIMITS
 from thunderagent.programs.model.places import Kind, Phase, Status
 from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.records.limits import NO_PROGRAM_LIMITS
 from thunderagent.programs.model.turn import Turn
 from thunderagent.programs.model.verdict import ReplicaState, TurnVerdict
 from thunderagent.proxy.fleet.breaker import BreakerState

@@ -256,7 +256,6 @@ def _suspended_for(scheduler: Scheduler, program: Program) -> list[str]:
 
 def _rooms(scheduler: Scheduler, program: Program) -> list[RoomReport]:
     view = scheduler.view
-    kept = getattr(getattr(scheduler.policy, "base", scheduler.policy), "kept_tokens", None)
     rooms = []
     for replica in scheduler.open_replicas:
         if program.routed_to not in (None, replica.replica_id):
@@ -264,7 +263,7 @@ def _rooms(scheduler: Scheduler, program: Program) -> list[RoomReport]:
         account = replica.account
         free_tokens = int(account.limit_tokens) - account.demand_tokens if isfinite(account.limit_tokens) else None
         needed_tokens = view.claim_tokens_on(program, replica)
-        kept_tokens = 0 if kept is None else int(kept(view, program, replica))
+        kept_tokens = int(scheduler.policy.kept_tokens(view, program, replica))
         rooms.append(
             RoomReport(
                 replica_id=replica.replica_id,

@@ -18,7 +18,7 @@ from multidict import CIMultiDict, istr
 
 from thunderagent.backends.priority_field import PRIORITY_HEADER
 from thunderagent.errors import OtherTenantError
-from thunderagent.programs.model.records.limits import ProgramLimits
+from thunderagent.programs.messages import ProgramLimits
 from thunderagent.proxy.gate.keys import caller_key
 from thunderagent.proxy.gate.keys.quotas import Quotas
 from thunderagent.proxy.reading.identity import IdentityRules

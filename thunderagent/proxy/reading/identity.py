@@ -23,7 +23,7 @@ from multidict import CIMultiDictProxy
 from thunderagent.bodies import flag_of
 from thunderagent.errors import InvalidProgramIdError, RequestError
 from thunderagent.leases import TurnHint
-from thunderagent.programs.model.events import PrefixCut
+from thunderagent.programs.messages import PrefixCut
 from thunderagent.proxy.reading.body_fields import (
     BUCKET_FIELDS,
     OTHERS_FIELDS,

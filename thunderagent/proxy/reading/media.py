@@ -18,7 +18,7 @@ from collections import Counter
 from math import ceil, floor, sqrt
 from typing import Final, NamedTuple
 
-from thunderagent.programs.model.events import Media
+from thunderagent.programs.messages import Media
 from thunderagent.proxy.reading.json_cost import SLICE_BYTES, holds_any, others_run
 
 _MARK: Final = re.compile(

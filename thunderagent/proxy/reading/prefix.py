@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from msgspec import Raw
 
-from thunderagent.programs.model.events import PrefixCut
+from thunderagent.programs.messages import PrefixCut
 from thunderagent.proxy.reading.body_fields import begins_with
 from thunderagent.proxy.reading.dialects.structs import PromptFields
 from thunderagent.proxy.reading.json_cost import list_of

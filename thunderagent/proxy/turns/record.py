@@ -54,8 +54,8 @@ from multidict import CIMultiDictProxy, istr
 from thunderagent.errors import RequestError
 from thunderagent.leases import FAIL_OPEN, TurnAsk, TurnHint
 from thunderagent.log_lines import TurnLine
+from thunderagent.programs.messages import ProgramLimits, least_of
 from thunderagent.programs.model.advice.hints import MAX_NEXT_TURN_S, OFFLOAD, RETAIN
-from thunderagent.programs.model.records.limits import ProgramLimits, least_of
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.reading.answer_errors import AnswerError
 from thunderagent.proxy.reading.answers import Completions

@@ -25,17 +25,9 @@ from typing import Any, NamedTuple, get_args
 import msgspec
 
 from thunderagent.errors import RequestError, TooManyListenersError
+from thunderagent.programs.messages import TurnAsk, TurnEnd
 from thunderagent.programs.model.decisions import Decision, Reject
-from thunderagent.programs.model.events import (
-    Event,
-    ProgramsReleased,
-    Tick,
-    TurnAbandoned,
-    TurnDue,
-    TurnFailed,
-    TurnFinished,
-    TurnProgressed,
-)
+from thunderagent.programs.model.events import Event, ProgramsReleased, Tick, TurnDue, TurnProgressed
 from thunderagent.programs.model.fleet_events import (
     EncodesPolled,
     ModelAsked,
@@ -69,7 +61,7 @@ QUIET = frozenset(
 )
 """Frequent events that say little; decisions on them are in the feed."""
 
-LEFT_OUT = frozenset({"now_s", "prefix", "learned", "programs"})
+LEFT_OUT = frozenset({"now_s", "ask", "learned", "programs"})
 
 
 def _kind_of(cls: type[Any]) -> str:
@@ -77,13 +69,51 @@ def _kind_of(cls: type[Any]) -> str:
 
 
 KIND_OF = {cls: _kind_of(cls) for cls in (*get_args(Event), *get_args(Decision), *get_args(Signal))}
+KIND_OF[TurnAsk] = "turn_arrived"
+PINNED = "pinned_turn_arrived"
+"""The kind of a `TurnAsk` for the replica that its client chose."""
 KIND_OF[GpuFirstToken] = "gpu_1st_token"  # the paper's word
 SIGNAL_KINDS = frozenset(KIND_OF[cls] for cls in get_args(Signal))
 """Kinds of the information stream; they must be requested, because they repeat much."""
-KINDS = frozenset(kind for cls, kind in KIND_OF.items() if cls not in QUIET) - SIGNAL_KINDS
+KIND_OF_OUTCOME = {
+    "finished": "turn_finished",
+    "failed": "turn_failed",
+    "refused": "turn_failed",
+    "abandoned": "turn_abandoned",
+}
+"""Kinds of a `TurnEnd`."""
+KINDS = (
+    frozenset(kind for cls, kind in KIND_OF.items() if cls not in QUIET and cls is not TurnEnd)
+    | frozenset((*KIND_OF_OUTCOME.values(), PINNED))
+) - SIGNAL_KINDS
 """All other kinds of messages: events by what happened, decisions by what was decided."""
 
-_FIELDS = {cls: tuple(f.name for f in fields(cls) if f.name not in LEFT_OUT) for cls in KIND_OF}
+_FIELDS = {
+    cls: tuple(f.name for f in fields(cls) if f.name not in LEFT_OUT)
+    for cls in KIND_OF
+    if cls not in (TurnAsk, TurnEnd)
+}
+_FIELDS[TurnAsk] = (
+    *("turn_id", "branch_id", "prompt_bytes", "avoid_replica_id", "group_id", "patience_s", "supersedes_id"),
+    *("waited_s", "parent_id", "tenant", "pinned_replica_id", "wanted_replica_id", "program_class", "role"),
+    *("parent_branch_id", "media"),
+)
+_USAGE = ("turn_id", "prompt_tokens", "output_tokens", "cached_tokens", "tool")
+
+
+def kind_of(what: Event | Decision | Signal) -> str:
+    """Return the kind of a message about it."""
+    if type(what) is TurnEnd:
+        return KIND_OF_OUTCOME[what.outcome]
+    if type(what) is TurnAsk and what.pinned_replica_id is not None:
+        return PINNED
+    return KIND_OF[type(what)]
+
+
+def _fields_of(what: Event | Decision | Signal) -> tuple[str, ...]:
+    if type(what) is not TurnEnd:
+        return _FIELDS[type(what)]
+    return _USAGE if what.outcome == "finished" else ("turn_id",)
 
 
 class Message(NamedTuple):
@@ -209,7 +239,7 @@ class EventFeed:
     def _observe(self, event: Event, decisions: Sequence[Decision]) -> None:
         """Record an event. Costs O(1), and O(waiting listeners) for the first after a silence."""
         program_id = self._program_of(event)
-        kind = KIND_OF[type(event)]
+        kind = kind_of(event)
         if type(event) not in QUIET:
             self._append(Message(event.now_s, program_id, None, event))
         for decision in decisions:
@@ -222,7 +252,7 @@ class EventFeed:
         turn_id: int | None = getattr(event, "turn_id", None)
         if turn_id is None:
             return program_id
-        if isinstance(event, TurnFinished | TurnFailed | TurnAbandoned):
+        if isinstance(event, TurnEnd):
             return self._program_ids.pop(turn_id, None)
         if program_id is not None:
             self._program_ids[turn_id] = program_id
@@ -308,7 +338,7 @@ class Listener:
             first, lost_count, messages = self._feed.read(self._place)
             events = [_lost(lost_count)] if lost_count else []
             for number, message in enumerate(messages, start=first):
-                kind = KIND_OF[type(message.what)]
+                kind = kind_of(message.what)
                 if kind in self._kinds and (self._program_id is None or message.is_of(self._program_id)):
                     event_id = self._feed.id_before(number + 1)
                     events.append(server_sent(self._encoded(kind, message), kind=kind, event_id=event_id))
@@ -324,9 +354,11 @@ class Listener:
         body: dict[str, object] = {"kind": kind, "at_s": at_s, "program_id": message.program_id}
         if message.because is not None:
             body["because"] = message.because
-        for name in _FIELDS[type(message.what)]:
+        for name in _fields_of(message.what):
             if name != "program_id":
                 body[name] = getattr(message.what, name)
+        if kind == "turn_failed":
+            body["refused"] = isinstance(message.what, TurnEnd) and message.what.outcome == "refused"
         return msgspec.json.encode(body)
 
 

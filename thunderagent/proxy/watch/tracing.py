@@ -36,16 +36,9 @@ from opentelemetry.trace.propagation import get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from thunderagent import __version__
+from thunderagent.programs.messages import TurnAsk, TurnEnd
 from thunderagent.programs.model.decisions import Decision, Grant, Release, is_rejected
-from thunderagent.programs.model.events import (
-    Event,
-    PinnedTurnArrived,
-    TurnAbandoned,
-    TurnArrived,
-    TurnFailed,
-    TurnFinished,
-    TurnStarted,
-)
+from thunderagent.programs.model.events import Event, TurnStarted
 from thunderagent.proxy.wire.aiohttp_request import told_path
 from thunderagent.proxy.wire.request_id import REQUEST_ID
 
@@ -55,7 +48,7 @@ CLOSE_S = 2.0
 """Time for the last spans to be sent at the end."""
 
 _PROPAGATOR = TraceContextTextMapPropagator()
-_OUTCOMES = {TurnFinished: "finished", TurnFailed: "failed", TurnAbandoned: "abandoned"}
+_OUTCOMES = {"finished": "finished", "failed": "failed", "refused": "failed", "abandoned": "abandoned"}
 
 
 class _RequestTrace:
@@ -167,15 +160,15 @@ class Tracing:
     def observe(self, event: Event, decisions: Sequence[Decision]) -> None:
         """Follow turns as they arrive, are granted, and end."""
         kind = type(event)
-        if kind in (TurnArrived, PinnedTurnArrived):
-            assert isinstance(event, TurnArrived | PinnedTurnArrived)
+        if kind is TurnAsk:
+            assert isinstance(event, TurnAsk)
             if not is_rejected(event.turn_id, decisions):
                 self._arrived(event)
         elif kind is TurnStarted:
             assert isinstance(event, TurnStarted)
             self._started(event)
-        elif kind in _OUTCOMES:
-            assert isinstance(event, TurnFinished | TurnFailed | TurnAbandoned)
+        elif kind is TurnEnd:
+            assert isinstance(event, TurnEnd)
             self._ended(event)
         for decision in decisions:
             if type(decision) is Grant:
@@ -186,11 +179,11 @@ class Tracing:
                     program.span.set_attribute("thunderagent.reason", decision.reason.value)
                     program.span.end()
 
-    def _arrived(self, event: TurnArrived | PinnedTurnArrived) -> None:
+    def _arrived(self, event: TurnAsk) -> None:
         trace = _REQUEST.get()
         if trace is None:
             return
-        program_id = event.program_id if isinstance(event, TurnArrived) else None
+        program_id = event.program_id
         program = self._program(program_id) if program_id is not None else None
         if program is not None and program.tool_since_ns:
             self._tool_ended(program)
@@ -248,24 +241,24 @@ class Tracing:
             trace.forward.add_event("first_byte")
             trace.head_ns = None
 
-    def _ended(self, event: TurnFinished | TurnFailed | TurnAbandoned) -> None:
+    def _ended(self, event: TurnEnd) -> None:
         trace = self._requests.pop(event.turn_id, None)
         if trace is None:
             return
         assert trace.turn is not None
         trace.turn_ids.discard(event.turn_id)
-        trace.turn.set_attribute("thunderagent.outcome", _OUTCOMES[type(event)])
-        if isinstance(event, TurnFinished):
+        trace.turn.set_attribute("thunderagent.outcome", _OUTCOMES[event.outcome])
+        if event.outcome == "finished":
             self._finished(trace, event)
         for span in (trace.hold, trace.forward):
             if span is not None:
-                if not isinstance(event, TurnFinished):
-                    span.set_status(Status(StatusCode.ERROR, _OUTCOMES[type(event)]))
+                if event.outcome != "finished":
+                    span.set_status(Status(StatusCode.ERROR, _OUTCOMES[event.outcome]))
                 span.end()
         trace.hold = trace.forward = trace.head_ns = None
         trace.end_if_over()
 
-    def _finished(self, trace: _RequestTrace, event: TurnFinished) -> None:
+    def _finished(self, trace: _RequestTrace, event: TurnEnd) -> None:
         assert trace.turn is not None
         if trace.forward is not None and trace.head_ns is not None:  # an answer in one piece begins with its head
             trace.forward.add_event("first_byte", timestamp=trace.head_ns)

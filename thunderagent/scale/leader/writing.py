@@ -13,7 +13,7 @@ from thunderagent.programs.model.decisions import SetRoute
 from thunderagent.programs.model.events import Event
 from thunderagent.programs.model.fleet_events import GrantsContinued, GrantsSuspended, RouteSet
 from thunderagent.programs.model.program import Program
-from thunderagent.programs.pool import Pool
+from thunderagent.programs.pools import Pool
 from thunderagent.proxy.fleet.commands import CALL, OBSERVED
 from thunderagent.runtime import Runtime
 from thunderagent.runtime.learned_state import LearnedState, encode_state

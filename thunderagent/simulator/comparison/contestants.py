@@ -8,9 +8,9 @@ from typing import Self
 
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import Setting, load_policy, parse_setting
-from thunderagent.programs.model.policy import Policy
 from thunderagent.programs.policies import PARTS
 from thunderagent.programs.policies.fitting import Fitting
+from thunderagent.programs.policy import Policy
 from thunderagent.simulator.comparison.oracle import Oracle
 from thunderagent.simulator.figures.bounds import Bounds, turn_shapes
 from thunderagent.simulator.figures.figures import RunResult
@@ -93,7 +93,7 @@ class Contestant:
         """
         policy, foresight = self.prepare(scenario, workload)
         scenario = replace(scenario, engines_drop=scenario.engines_drop or self.name == ORACLE)
-        if getattr(policy, "priority", None) is not None and scenario.engine.scheduling_policy == "fcfs":
+        if policy.priority is not None and scenario.engine.scheduling_policy == "fcfs":
             scenario = replace(scenario, engine=replace(scenario.engine, scheduling_policy="priority"))
         return simulate(scenario, workload, policy, on_progress=on_progress, foresight=foresight)
 

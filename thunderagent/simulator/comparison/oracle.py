@@ -23,14 +23,12 @@ from typing import ClassVar
 
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.places import Phase
-from thunderagent.programs.model.policy import ClaimRules, Moment, Placement
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import ProgramView, ReplicaView
 from thunderagent.programs.policies.fitting import Fitting
+from thunderagent.programs.policy import ClaimRules, Moment, Placement, Policy, ProgramView, ReplicaView, View
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Oracle:
+class Oracle(Policy):
     """Hold a program's claim if its tool runs for less than `hold_below_s`.
 
     `foresight` says of each program for how many seconds the tool after its turn will run; `Simulation` fills it.

@@ -9,7 +9,7 @@ from random import Random
 from zlib import crc32
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.model.events import PrefixCut
+from thunderagent.programs.messages import PrefixCut
 from thunderagent.simulator.engine.records import EngineRequest
 from thunderagent.simulator.figures.bounds import TurnShape
 from thunderagent.simulator.figures.waits import ProgramWait

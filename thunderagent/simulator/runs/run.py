@@ -8,7 +8,7 @@ carries out its decisions. The scheduler and its policy cannot tell the differen
 Everything that happens is an entry of one agenda (`agenda.py`), so a run is a fold over events: no clock, no threads,
 and no randomness besides the seed's. The same scenario, policy and workload always give the same run.
 
-A program's life: its turn arrives (`TurnArrived`, with the scenario's bytes a token as its size), waits for its
+A program's life: its turn arrives (`TurnAsk`, with the scenario's bytes a token as its size), waits for its
 `Grant`, goes to that replica's engine, runs there (`TurnStarted` at its first token, `TurnProgressed` every second,
 unless answers come whole), and finishes with its exact usage and the name of its tool. Then the tool runs, and its next
 turn arrives. After its last turn no tool runs: it is released, or, if the scenario says so, simply falls silent.
@@ -27,21 +27,12 @@ from functools import partial
 from math import inf
 from random import Random
 
+from thunderagent.programs.messages import TurnAsk, TurnEnd
 from thunderagent.programs.model.decisions import Decision, Grant, Pause, Reject, Release, Restore
-from thunderagent.programs.model.events import (
-    Event,
-    ProgramJudged,
-    ProgramReleased,
-    Tick,
-    TurnArrived,
-    TurnFailed,
-    TurnFinished,
-    TurnProgressed,
-    TurnStarted,
-)
+from thunderagent.programs.model.events import Event, ProgramJudged, ProgramReleased, Tick, TurnProgressed, TurnStarted
 from thunderagent.programs.model.fleet_events import ReplicaDown, ReplicaPolled, ReplicaUp, TierPolled, TurnLimited
 from thunderagent.programs.model.places import Status
-from thunderagent.programs.model.policy import Policy
+from thunderagent.programs.policy import Policy
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.simulator.engine.records import FinishedRequest
 from thunderagent.simulator.figures.figures import RunResult
@@ -249,10 +240,10 @@ class Simulation:
         if program.plan.limits is not None:
             self._dispatch(TurnLimited(self._agenda.now_s, program.turn_id, program.plan.limits))
         self._dispatch(
-            TurnArrived(
-                self._agenda.now_s,
-                program.turn_id,
-                program.plan.program_id,
+            TurnAsk(
+                now_s=self._agenda.now_s,
+                turn_id=program.turn_id,
+                program_id=program.plan.program_id,
                 prompt_bytes=int(len(program.context) * self._scenario.bytes_per_token),
                 avoid_replica_id=avoid_replica_id,
                 prefix=program.prefix,
@@ -291,7 +282,7 @@ class Simulation:
 
     def _refused(self, turn_id: int) -> None:
         program = self._programs.pop(turn_id)
-        self._dispatch(TurnFailed(self._agenda.now_s, turn_id))
+        self._dispatch(TurnEnd(now_s=self._agenda.now_s, turn_id=turn_id, outcome="failed"))
         self._program_failed(program)
 
     def _rejected(self, turn_id: int) -> None:
@@ -326,12 +317,12 @@ class Simulation:
         turn, shape = program.turn, program.shape()
         goes_on = program.end_turn()
         self._dispatch(
-            TurnFinished(
-                now_s,
-                turn_id,
-                finished.prompt_tokens,
-                finished.generated_tokens,
-                finished.cached_tokens if self._scenario.engine_tells_cached else None,
+            TurnEnd(
+                now_s=now_s,
+                turn_id=turn_id,
+                prompt_tokens=finished.prompt_tokens,
+                output_tokens=finished.generated_tokens,
+                cached_tokens=finished.cached_tokens if self._scenario.engine_tells_cached else None,
                 tool=turn.tool_name if goes_on else "",
             )
         )
@@ -355,7 +346,9 @@ class Simulation:
         self._judged[self._turn_count] = program, known.generation, program.turns_done_count
         tokens = judge.prompt_tokens + min(len(program.context), judge.max_transcript_tokens)
         prompt_bytes = int(tokens * self._scenario.bytes_per_token)
-        self._dispatch(TurnArrived(self._agenda.now_s, self._turn_count, None, prompt_bytes=prompt_bytes))
+        self._dispatch(
+            TurnAsk(now_s=self._agenda.now_s, turn_id=self._turn_count, program_id=None, prompt_bytes=prompt_bytes)
+        )
 
     def _question_granted(self, grant: Grant) -> None:
         judge, (program, _, _) = self._scenario.judge, self._judged[grant.turn_id]
@@ -368,8 +361,15 @@ class Simulation:
         judge, (program, generation, turn_count) = self._scenario.judge, self._judged.pop(turn_id)
         assert judge is not None
         now_s = self._agenda.now_s
-        usage = finished.prompt_tokens, finished.generated_tokens, finished.cached_tokens
-        self._dispatch(TurnFinished(now_s, turn_id, *usage))
+        self._dispatch(
+            TurnEnd(
+                now_s=now_s,
+                turn_id=turn_id,
+                prompt_tokens=finished.prompt_tokens,
+                output_tokens=finished.generated_tokens,
+                cached_tokens=finished.cached_tokens,
+            )
+        )
         fails = judge.predicts_failure(program.plan, self._scenario.seed, turn_count)
         program.wait.verdicts.append((turn_count, fails))
         program_id = program.plan.program_id
@@ -502,10 +502,10 @@ class Simulation:
         for turn_id in lost:
             self._on_their_way.pop(turn_id, None)
             if self._judged.pop(turn_id, None) is not None:
-                self._dispatch(TurnFailed(now_s, turn_id))
+                self._dispatch(TurnEnd(now_s=now_s, turn_id=turn_id, outcome="failed"))
                 continue
             program = self._programs.pop(turn_id)
-            self._dispatch(TurnFailed(now_s, turn_id))
+            self._dispatch(TurnEnd(now_s=now_s, turn_id=turn_id, outcome="failed"))
             self._ask(program, outage.replica_id)
         self._agenda.at(outage.up_s, partial(self._come_up, outage))
 

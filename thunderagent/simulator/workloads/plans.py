@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from thunderagent.programs.model.records.limits import ProgramLimits
+from thunderagent.programs.messages import ProgramLimits
 
 
 @dataclass(frozen=True, slots=True)

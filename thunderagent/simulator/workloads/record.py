@@ -18,15 +18,8 @@ from typing import Any
 
 import msgspec
 
-from thunderagent.programs.model.events import (
-    Event,
-    ProgramReleased,
-    ProgramsReleased,
-    TurnAbandoned,
-    TurnArrived,
-    TurnFailed,
-    TurnFinished,
-)
+from thunderagent.programs.messages import TurnAsk, TurnEnd
+from thunderagent.programs.model.events import Event, ProgramReleased, ProgramsReleased
 
 BLOCK_TOKENS = 64
 """Block size of prefix hits, as in other recordings."""
@@ -135,7 +128,7 @@ def record(events: Iterable[Event]) -> Recording:
 class _Recorder:
     def __init__(self) -> None:
         self._done = Recording()
-        self._arrivals: dict[int, TurnArrived] = {}
+        self._arrivals: dict[int, TurnAsk] = {}
         self._programs: dict[tuple[str, str, int], RecordedProgram] = {}
         self._releases: Counter[str] = Counter()
 
@@ -146,20 +139,21 @@ class _Recorder:
 
     def handle(self, event: Event) -> None:
         match event:
-            case TurnArrived(program_id=None):
-                self._done.anonymous_count += 1
-            case TurnArrived():
+            case TurnAsk(program_id=None):
+                self._done.anonymous_count += event.pinned_replica_id is None
+            case TurnAsk():
                 self._arrivals[event.turn_id] = event
-            case TurnFailed() | TurnAbandoned() if self._arrivals.pop(event.turn_id, None):
-                self._done.failed_count += 1
-            case TurnFinished() if arrived := self._arrivals.pop(event.turn_id, None):
-                self._finish(arrived, event)
+            case TurnEnd() if arrived := self._arrivals.pop(event.turn_id, None):
+                if event.outcome == "finished":
+                    self._finish(arrived, event)
+                else:
+                    self._done.failed_count += 1
             case ProgramReleased():
                 self._releases[event.program_id] += 1
             case ProgramsReleased():
                 self._releases.update(event.program_ids)
 
-    def _finish(self, arrived: TurnArrived, finished: TurnFinished) -> None:
+    def _finish(self, arrived: TurnAsk, finished: TurnEnd) -> None:
         if not finished.prompt_tokens or finished.output_tokens is None:
             self._done.unknown_count += 1
             return

@@ -10,12 +10,12 @@ from tests.builders import Driver, grew, of_kind, restored_on
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.learned.price import FIRST_TOKEN_S
 from thunderagent.programs.model.decisions import Grant, Hold, Mark, Pause, Reason, Restore, Unmark
-from thunderagent.programs.model.policy import Order, Policy
 from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.policies.composed import Composed
 from thunderagent.programs.policies.letting_in import LONGEST_HOLD_S
 from thunderagent.programs.policies.parts.orders import Fcfs
+from thunderagent.programs.policy import Order, Policy
 
 TOKEN_S = FIRST_TOKEN_S
 """The price of a token on these replicas: 1,000 are computed in 50 ms. Short turns teach nothing."""

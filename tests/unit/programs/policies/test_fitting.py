@@ -8,17 +8,15 @@ from math import inf
 
 from tests.builders import Driver, of_kind
 from thunderagent.programs.model.decisions import Pause
-from thunderagent.programs.model.policy import ClaimRules, Moment, Placement
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import ProgramView, ReplicaView
 from thunderagent.programs.policies.fitting import Fitting
 from thunderagent.programs.policies.helpers import restore_waiting
+from thunderagent.programs.policy import ClaimRules, Moment, Placement, Policy, ProgramView, ReplicaView, View
 
 PLAIN = ClaimRules()
 
 
 @dataclass(frozen=True)
-class Fits:
+class Fits(Policy):
     """A policy that only fits programs; the smallest is paused first, the oldest restored first."""
 
     fitting: Fitting

@@ -9,15 +9,8 @@ import pytest
 
 from thunderagent.errors import NotFoundError, RequestError
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.model.events import (
-    Event,
-    ProgramReleased,
-    TurnAbandoned,
-    TurnArrived,
-    TurnFailed,
-    TurnFinished,
-    TurnStarted,
-)
+from thunderagent.programs.messages import TurnAsk, TurnEnd
+from thunderagent.programs.model.events import Event, ProgramReleased, TurnStarted
 from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.admin.profiles import Profiles
@@ -57,15 +50,15 @@ class World:
 async def test_the_parts_of_a_program_are_means_over_its_turns() -> None:
     world = World()
     world.tell(
-        TurnArrived(1.0, 1, "other"),
-        TurnArrived(2.0, 2, "p"),  # waits until the other has ended
-        TurnFinished(4.0, 1, 10, 1),
+        TurnAsk(now_s=1.0, turn_id=1, program_id="other"),
+        TurnAsk(now_s=2.0, turn_id=2, program_id="p"),  # waits until the other has ended
+        TurnEnd(now_s=4.0, turn_id=1, prompt_tokens=10, output_tokens=1),
         ProgramReleased(5.0, "other"),
         TurnStarted(7.0, 2),
-        TurnFinished(11.0, 2, 100, 10, 40),
-        TurnArrived(17.0, 3, "p"),
+        TurnEnd(now_s=11.0, turn_id=2, prompt_tokens=100, output_tokens=10, cached_tokens=40),
+        TurnAsk(now_s=17.0, turn_id=3, program_id="p"),
         TurnStarted(18.0, 3),
-        TurnFinished(20.0, 3, 200, 30, 180),
+        TurnEnd(now_s=20.0, turn_id=3, prompt_tokens=200, output_tokens=30, cached_tokens=180),
     )
     assert await world.one("p") == {
         "step_count": 2,
@@ -84,18 +77,18 @@ async def test_the_parts_of_a_program_are_means_over_its_turns() -> None:
 async def test_turns_that_did_not_finish_count_for_nothing_and_leave_nothing() -> None:
     world = World()
     world.tell(
-        TurnArrived(1.0, 1, "p"),
-        TurnFailed(2.0, 1),
-        TurnArrived(2.0, 2, "p"),
-        TurnAbandoned(3.0, 2),
-        TurnArrived(4.0, 3, "p"),
-        TurnFinished(5.0, 3),  # no usage, no stream
-        TurnArrived(6.0, 4, None),
-        TurnFinished(7.0, 4),
+        TurnAsk(now_s=1.0, turn_id=1, program_id="p"),
+        TurnEnd(now_s=2.0, turn_id=1, outcome="failed"),
+        TurnAsk(now_s=2.0, turn_id=2, program_id="p"),
+        TurnEnd(now_s=3.0, turn_id=2, outcome="abandoned"),
+        TurnAsk(now_s=4.0, turn_id=3, program_id="p"),
+        TurnEnd(now_s=5.0, turn_id=3),  # no usage, no stream
+        TurnAsk(now_s=6.0, turn_id=4, program_id=None),
+        TurnEnd(now_s=7.0, turn_id=4),
     )
     profile = await world.one("p")
     assert (profile["step_count"], profile["avg_prefill_s"], profile["avg_kv_hit_rate"]) == (1, 1.0, None)
-    world.tell(TurnArrived(8.0, 5, "p"), ProgramReleased(9.0, "p"), TurnFinished(10.0, 5))
+    world.tell(TurnAsk(now_s=8.0, turn_id=5, program_id="p"), ProgramReleased(9.0, "p"), TurnEnd(now_s=10.0, turn_id=5))
     assert await world.all() == {}
     with pytest.raises(NotFoundError):
         await world.one("p")
@@ -103,7 +96,7 @@ async def test_turns_that_did_not_finish_count_for_nothing_and_leave_nothing() -
 
 async def test_off_it_says_how_to_turn_it_on() -> None:
     world = World(is_on=False)
-    world.tell(TurnArrived(1.0, 1, "p"), TurnFinished(2.0, 1))
+    world.tell(TurnAsk(now_s=1.0, turn_id=1, program_id="p"), TurnEnd(now_s=2.0, turn_id=1))
     with pytest.raises(RequestError, match="--profiles true"):
         await world.all()
     with pytest.raises(RequestError, match="--profiles true"):

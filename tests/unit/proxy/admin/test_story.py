@@ -8,13 +8,14 @@ import pytest
 
 from tests.builders import Driver, grew
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.model.events import ProgramReleased, TurnArrived, TurnFinished
+from thunderagent.programs.messages import TurnAsk, TurnEnd
+from thunderagent.programs.model.events import ProgramReleased
 from thunderagent.programs.model.fleet_events import ReplicaDown
-from thunderagent.programs.model.policy import Policy
 from thunderagent.programs.policies import POLICIES
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.policies.baselines.ttl import Ttl
 from thunderagent.programs.policies.breakeven import BreakEven
+from thunderagent.programs.policy import Policy
 from thunderagent.proxy.admin.story import ProgramStoryReport, WaitingReport, program_story
 from thunderagent.runtime import Runtime
 
@@ -193,8 +194,12 @@ def test_a_place_is_the_policy_s_to_give() -> None:
 def test_shared_prefixes_are_not_needed_twice() -> None:
     """Tokens that others claim there are neither needed nor missing, and are in memory."""
     driver = driven()
-    driver.send(TurnArrived(driver.now_s, 1, "first", "", 3200, prefix=((7, 1600),)))
-    driver.send(TurnArrived(driver.now_s, 2, "a", "", 3200, prefix=((7, 1600),)))
+    driver.send(
+        TurnAsk(now_s=driver.now_s, turn_id=1, program_id="first", branch_id="", prompt_bytes=3200, prefix=((7, 1600),))
+    )
+    driver.send(
+        TurnAsk(now_s=driver.now_s, turn_id=2, program_id="a", branch_id="", prompt_bytes=3200, prefix=((7, 1600),))
+    )
     waiting = waiting_of(driver, "a")
     (room,) = waiting.replicas
     assert (waiting.claim_tokens, room.needed_tokens, room.missing_tokens) == (800, 400, 200)
@@ -206,7 +211,16 @@ def test_an_active_program_whose_tool_runs_holds_its_claim() -> None:
     driver = Driver(Ttl(ttl_s=10.0))
     turn_id = driver.arrives("a", 100)
     assert story_of(driver, "a").holding is None
-    driver.send(TurnFinished(driver.now_s, turn_id, 100, 10, 0, "bash:pytest"))
+    driver.send(
+        TurnEnd(
+            now_s=driver.now_s,
+            turn_id=turn_id,
+            prompt_tokens=100,
+            output_tokens=10,
+            cached_tokens=0,
+            tool="bash:pytest",
+        )
+    )
     driver.passes(4.0)
     holding = story_of(driver, "a").holding
     assert holding is not None

@@ -12,14 +12,13 @@ import pytest
 from tests.builders import asked
 from thunderagent.errors import ProgramHopelessError, ProgramReleasedError, RequestError, TooManyListenersError
 from thunderagent.policy_loader import load_policy
+from thunderagent.programs.messages import TurnAsk, TurnEnd
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.events import (
     Event,
     ProgramReleased,
     ProgramsReleased,
     Tick,
-    TurnArrived,
-    TurnFinished,
     TurnProgressed,
     TurnStarted,
 )
@@ -46,7 +45,10 @@ class World:
     def turns(self, count: int, *, first: int = 100) -> None:
         """Let a program take a number of turns: three messages each."""
         for turn_id in range(first, first + count):
-            self.tell(TurnArrived(self.now_s, turn_id, "p"), TurnFinished(self.now_s, turn_id, 10, 1))
+            self.tell(
+                TurnAsk(now_s=self.now_s, turn_id=turn_id, program_id="p"),
+                TurnEnd(now_s=self.now_s, turn_id=turn_id, prompt_tokens=10, output_tokens=1),
+            )
 
 
 async def heard(listener: Listener) -> list[dict[str, Any]]:
@@ -70,7 +72,9 @@ async def test_a_turns_events_and_the_decisions_on_them_are_heard() -> None:
     world = World()
     with world.feed.listen() as listener:
         world.tell(
-            TurnArrived(1.0, 7, "p", prompt_bytes=40), TurnStarted(2.0, 7), TurnFinished(3.0, 7, 10, 2, 4, "bash")
+            TurnAsk(now_s=1.0, turn_id=7, program_id="p", prompt_bytes=40),
+            TurnStarted(2.0, 7),
+            TurnEnd(now_s=3.0, turn_id=7, prompt_tokens=10, output_tokens=2, cached_tokens=4, tool="bash"),
         )
         messages = await heard(listener)
     assert [(m["kind"], m["program_id"], m.get("because")) for m in messages] == [
@@ -88,10 +92,17 @@ async def test_a_turns_events_and_the_decisions_on_them_are_heard() -> None:
 
 async def test_what_comes_all_the_time_is_left_out_but_not_what_follows_from_it() -> None:
     world = World()
-    world.tell(TurnArrived(1.0, 1, "p"), TurnFinished(1.0, 1, 10, 1))
+    world.tell(
+        TurnAsk(now_s=1.0, turn_id=1, program_id="p"), TurnEnd(now_s=1.0, turn_id=1, prompt_tokens=10, output_tokens=1)
+    )
     with world.feed.listen() as listener:
-        world.tell(Tick(2.0), ReplicaPolled(2.0, "r0", 1000), TurnArrived(2.0, 2, "p"), TurnProgressed(2.5, 2, 5))
-        world.tell(TurnFinished(3.0, 2, 10, 1), Tick(10_000.0))
+        world.tell(
+            Tick(2.0),
+            ReplicaPolled(2.0, "r0", 1000),
+            TurnAsk(now_s=2.0, turn_id=2, program_id="p"),
+            TurnProgressed(2.5, 2, 5),
+        )
+        world.tell(TurnEnd(now_s=3.0, turn_id=2, prompt_tokens=10, output_tokens=1), Tick(10_000.0))
         kinds = [(message["kind"], message.get("because")) for message in await heard(listener)]
     assert kinds == [
         ("turn_arrived", None),
@@ -105,13 +116,17 @@ async def test_what_comes_all_the_time_is_left_out_but_not_what_follows_from_it(
 async def test_a_listener_chooses_a_program_and_kinds() -> None:
     """Turns that arrived before anybody listened still have their programs."""
     world = World()
-    world.tell(TurnArrived(1.0, 1, "a"), TurnArrived(1.0, 2, "b"))
+    world.tell(TurnAsk(now_s=1.0, turn_id=1, program_id="a"), TurnAsk(now_s=1.0, turn_id=2, program_id="b"))
     with (
         world.feed.listen(program_id="a") as of_a,
         world.feed.listen(kinds={"hold", "release"}) as some,
         world.feed.listen(program_id="b", kinds={"programs_released"}) as both,
     ):
-        world.tell(TurnFinished(2.0, 1, 10, 1), TurnArrived(2.0, 3, "c"), ProgramsReleased(3.0, ("a", "b")))
+        world.tell(
+            TurnEnd(now_s=2.0, turn_id=1, prompt_tokens=10, output_tokens=1),
+            TurnAsk(now_s=2.0, turn_id=3, program_id="c"),
+            ProgramsReleased(3.0, ("a", "b")),
+        )
         assert [message["kind"] for message in await heard(of_a)] == ["turn_finished", "programs_released", "release"]
         assert [(m["kind"], m["program_id"]) for m in await heard(some)] == [
             ("hold", "c"),
@@ -238,8 +253,10 @@ async def test_a_turn_that_ended_is_forgotten() -> None:
     world = World()
     with world.feed.listen():
         world.turns(5)
-        world.tell(TurnArrived(2.0, 1, "p"), ProgramReleased(2.0, "p"), TurnFinished(3.0, 1))
-        world.tell(TurnArrived(4.0, 2, None), TurnFinished(5.0, 2))
+        world.tell(
+            TurnAsk(now_s=2.0, turn_id=1, program_id="p"), ProgramReleased(2.0, "p"), TurnEnd(now_s=3.0, turn_id=1)
+        )
+        world.tell(TurnAsk(now_s=4.0, turn_id=2, program_id=None), TurnEnd(now_s=5.0, turn_id=2))
         assert world.feed._program_ids == {}
 
 

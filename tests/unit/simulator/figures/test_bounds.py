@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thunderagent.programs.model.policy import Policy
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.policies.baselines.passthrough import Passthrough
+from thunderagent.programs.policy import Policy
 from thunderagent.simulator.engine.records import EngineConfig
 from thunderagent.simulator.engine.timing import TimingProfile, profile
 from thunderagent.simulator.figures.bounds import (

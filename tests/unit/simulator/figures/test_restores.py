@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from thunderagent.programs.messages import TurnAsk, TurnEnd
 from thunderagent.programs.model.decisions import Pause, Reason, Restore
-from thunderagent.programs.model.events import ProgramReleased, Tick, TurnArrived, TurnFinished
+from thunderagent.programs.model.events import ProgramReleased, Tick
 from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.policies.breakeven import BreakEven
@@ -20,8 +21,10 @@ def scheduler_with(*claims: tuple[str, int]) -> Scheduler:
         scheduler.handle(ReplicaPolled(0.0, replica_id, 1000))
         scheduler.handle(ReplicaUp(0.0, replica_id))
     for turn_id, (program_id, tokens) in enumerate(claims, start=1):
-        scheduler.handle(TurnArrived(0.0, turn_id, program_id, prompt_bytes=4 * tokens))
-        scheduler.handle(TurnFinished(1.0, turn_id, tokens - 1, 1, 0))
+        scheduler.handle(TurnAsk(now_s=0.0, turn_id=turn_id, program_id=program_id, prompt_bytes=4 * tokens))
+        scheduler.handle(
+            TurnEnd(now_s=1.0, turn_id=turn_id, prompt_tokens=tokens - 1, output_tokens=1, cached_tokens=0)
+        )
     return scheduler
 
 
@@ -74,11 +77,11 @@ def test_a_home_that_is_kept_for_the_first_in_the_queue_is_none_with_room() -> N
     for replica_id in ("r0", "r1"):
         scheduler.handle(ReplicaPolled(0.0, replica_id, 1000))
         scheduler.handle(ReplicaUp(0.0, replica_id))
-    scheduler.handle(TurnArrived(0.0, 1, "lived", prompt_bytes=40))
-    scheduler.handle(TurnFinished(100.0, 1, 9, 1, 0))
+    scheduler.handle(TurnAsk(now_s=0.0, turn_id=1, program_id="lived", prompt_bytes=40))
+    scheduler.handle(TurnEnd(now_s=100.0, turn_id=1, prompt_tokens=9, output_tokens=1, cached_tokens=0))
     scheduler.handle(ProgramReleased(100.0, "lived"))
     for turn_id, (program_id, tokens) in enumerate((("a", 500), ("b", 500), ("first", 900), ("small", 200)), start=2):
-        scheduler.handle(TurnArrived(101.0, turn_id, program_id, prompt_bytes=4 * tokens))
+        scheduler.handle(TurnAsk(now_s=101.0, turn_id=turn_id, program_id=program_id, prompt_bytes=4 * tokens))
     assert scheduler.view.first_waiting() is scheduler.programs["first"]
     other_id = {"r0": "r1", "r1": "r0"}[scheduler.programs["small"].replica_id or ""]
     moved = restore("small", scheduler.programs["small"].replica_id or "")

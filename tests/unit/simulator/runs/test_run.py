@@ -13,22 +13,15 @@ import pytest
 
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.invariants import check
+from thunderagent.programs.messages import TurnAsk, TurnEnd
 from thunderagent.programs.model.decisions import Grant, Hold
-from thunderagent.programs.model.events import (
-    ProgramReleased,
-    Tick,
-    TurnArrived,
-    TurnFailed,
-    TurnFinished,
-    TurnProgressed,
-    TurnStarted,
-)
+from thunderagent.programs.model.events import ProgramReleased, Tick, TurnProgressed, TurnStarted
 from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
-from thunderagent.programs.model.policy import Policy
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.policies.baselines.passthrough import Passthrough
 from thunderagent.programs.policies.baselines.sticky import Sticky
 from thunderagent.programs.policies.papers.thunderagent import ThunderAgent
+from thunderagent.programs.policy import Policy
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.simulator.engine.records import EngineConfig
 from thunderagent.simulator.engine.timing import TimingProfile, profile
@@ -94,13 +87,13 @@ def test_a_program_is_told_to_the_scheduler_as_by_the_server() -> None:
     events = [event for event, _ in result.events]
     assert events[:3] == [ReplicaPolled(0.0, "r0", 400, None, 0, 0, 0.0, 0), ReplicaUp(0.0, "r0"), Tick(0.0)]
     assert [event for event in events[3:] if not isinstance(event, Tick)] == [
-        TurnArrived(0.0, 1, "p0", prompt_bytes=40),
+        TurnAsk(now_s=0.0, turn_id=1, program_id="p0", prompt_bytes=40),
         TurnStarted(1.0, 1),
         TurnProgressed(2.0, 1, 2),
-        TurnFinished(3.0, 1, 10, 3, 0, tool="tool"),
-        TurnArrived(5.5, 2, "p0", prompt_bytes=72),
+        TurnEnd(now_s=3.0, turn_id=1, prompt_tokens=10, output_tokens=3, cached_tokens=0, tool="tool"),
+        TurnAsk(now_s=5.5, turn_id=2, program_id="p0", prompt_bytes=72),
         TurnStarted(6.5, 2),
-        TurnFinished(7.5, 2, 18, 2, 12, tool=""),
+        TurnEnd(now_s=7.5, turn_id=2, prompt_tokens=18, output_tokens=2, cached_tokens=12, tool=""),
         ProgramReleased(7.5, "p0"),
     ]
     assert [event.now_s for event in events if isinstance(event, Tick)] == [float(second) for second in range(8)]
@@ -118,7 +111,7 @@ def test_arrivals_say_what_programs_share_and_who_finishes_together() -> None:
         ProgramPlan("e", turns),
     ]
     result = simulate(small(programs_count=5, keep_events=True), Recorded(plans), Passthrough())
-    arrived = [event for event, _ in result.events if isinstance(event, TurnArrived)]
+    arrived = [event for event, _ in result.events if isinstance(event, TurnAsk)]
     assert [event.group_id for event in arrived] == ["g1", "g1", "", "", ""]
     digests, sizes_bytes = zip(*(cut for event in arrived[:4] for cut in event.prefix), strict=True)
     assert digests[0] == digests[1]
@@ -141,7 +134,10 @@ def test_polls_say_what_was_looked_up_and_preempted_since_the_poll_before() -> N
 def test_an_engine_may_not_say_what_was_cached() -> None:
     scenario = small(keep_events=True, engine_tells_cached=False)
     result = simulate(scenario, Recorded([plan((10, 3, 2.5), (5, 2, 9.0))]), Passthrough())
-    assert [e.cached_tokens for e, _ in result.events if isinstance(e, TurnFinished)] == [None, None]
+    assert [e.cached_tokens for e, _ in result.events if (isinstance(e, TurnEnd) and e.outcome == "finished")] == [
+        None,
+        None,
+    ]
     assert result.hit_ratio == 12 / 28
     assert any(event.hit_ratio for event, _ in result.events if isinstance(event, ReplicaPolled))
 
@@ -183,7 +179,9 @@ def test_the_events_replayed_give_the_same_decisions(policy: Policy) -> None:
     for event, decisions in result.events:
         assert tuple(scheduler.handle(event)) == decisions
         check(scheduler)
-    assert sum(isinstance(event, TurnFailed) for event, _ in result.events) > 0, "the outage broke nothing off"
+    assert sum((isinstance(event, TurnEnd) and event.outcome == "failed") for event, _ in result.events) > 0, (
+        "the outage broke nothing off"
+    )
 
 
 @pytest.mark.parametrize("policy", [Passthrough(), ThunderAgent()], ids=lambda policy: policy.name)
@@ -321,7 +319,7 @@ def test_programs_share_the_prefix_of_their_workload() -> None:
 def test_a_closed_loop_replaces_a_finished_program_at_once() -> None:
     plans = [plan((10, 4, 0.0), name=f"p{number}") for number in range(100)]
     result = simulate(small(loop="closed", programs_count=2, horizon_s=20.5, keep_events=True), Recorded(plans), Cap(9))
-    arrived = [event for event, _ in result.events if isinstance(event, TurnArrived)]
+    arrived = [event for event, _ in result.events if isinstance(event, TurnAsk)]
     assert [event.now_s for event in arrived][:4] == [0.0, 0.0, 4.0, 5.0]
     assert result.complete
     assert result.simulated_s == 20.5
@@ -330,7 +328,7 @@ def test_a_closed_loop_replaces_a_finished_program_at_once() -> None:
 def test_an_open_loop_follows_the_arrivals_of_the_plans() -> None:
     plans = [plan((10, 4, 0.0), name=f"p{number}", arrival_s=7.0 * number) for number in range(3)]
     result = simulate(small(loop="open", programs_count=3, keep_events=True), Recorded(plans), Passthrough())
-    assert [event.now_s for event, _ in result.events if isinstance(event, TurnArrived)] == [0.0, 7.0, 14.0]
+    assert [event.now_s for event, _ in result.events if isinstance(event, TurnAsk)] == [0.0, 7.0, 14.0]
     assert result.simulated_s == 18.0
 
 
@@ -410,13 +408,16 @@ def test_engines_may_tell_nothing_but_a_given_capacity_and_some_not_even_that() 
     assert {(each.replica_id, each.capacity_tokens) for each in polls} == {("r0", None), ("r1", 400)}
     said = {(each.hit_ratio, each.query_tokens, each.kv_used_ratio, each.engine_waiting_count) for each in polls}
     assert said == {(None, None, None, None)}
-    assert [e.cached_tokens for e, _ in result.events if isinstance(e, TurnFinished)] == [0, 12]
+    assert [e.cached_tokens for e, _ in result.events if (isinstance(e, TurnEnd) and e.outcome == "finished")] == [
+        0,
+        12,
+    ]
 
 
 def test_prompts_have_as_many_bytes_a_token_as_the_scenario_says() -> None:
     plans = Recorded([replace(plan((10, 3, 0.0)), shared_prefix_id="s", shared_prefix_tokens=8)])
     result = simulate(small(keep_events=True, bytes_per_token=5.5), plans, Passthrough())
-    (arrived,) = [event for event, _ in result.events if isinstance(event, TurnArrived)]
+    (arrived,) = [event for event, _ in result.events if isinstance(event, TurnAsk)]
     assert (arrived.prompt_bytes, arrived.prefix[0][1]) == (99, 44)
 
 

@@ -5,17 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from thunderagent.programs.model.events import (
-    Event,
-    ProgramReleased,
-    ProgramsReleased,
-    Tick,
-    TurnAbandoned,
-    TurnArrived,
-    TurnFailed,
-    TurnFinished,
-    TurnStarted,
-)
+from thunderagent.programs.messages import TurnAsk, TurnEnd
+from thunderagent.programs.model.events import Event, ProgramReleased, ProgramsReleased, Tick, TurnStarted
 from thunderagent.programs.model.fleet_events import ReplicaUp
 from thunderagent.simulator.workloads.formats import load_recorded
 from thunderagent.simulator.workloads.plans import TurnPlan
@@ -40,9 +31,15 @@ class Log:
     ) -> None:
         number = len(self.events)
         self.events += [
-            TurnArrived(begin_s, number, program_id, branch_id),
+            TurnAsk(now_s=begin_s, turn_id=number, program_id=program_id, branch_id=branch_id),
             TurnStarted(begin_s, number),
-            TurnFinished(end_s, number, prompt_tokens, output_tokens, cached_tokens),
+            TurnEnd(
+                now_s=end_s,
+                turn_id=number,
+                prompt_tokens=prompt_tokens,
+                output_tokens=output_tokens,
+                cached_tokens=cached_tokens,
+            ),
         ]
 
 
@@ -100,10 +97,14 @@ def test_what_cannot_be_recorded_is_counted() -> None:
     log = Log()
     log.turn(None, 0.0, 1.0, 100, 10)
     log.turn("a", 0.0, 1.0, None, None, None)
-    log.events += [TurnArrived(2.0, 100, "a"), TurnFailed(3.0, 100)]
-    log.events += [TurnArrived(2.0, 101, "a"), TurnAbandoned(3.0, 101), TurnFailed(4.0, 999)]
+    log.events += [TurnAsk(now_s=2.0, turn_id=100, program_id="a"), TurnEnd(now_s=3.0, turn_id=100, outcome="failed")]
+    log.events += [
+        TurnAsk(now_s=2.0, turn_id=101, program_id="a"),
+        TurnEnd(now_s=3.0, turn_id=101, outcome="abandoned"),
+        TurnEnd(now_s=4.0, turn_id=999, outcome="failed"),
+    ]
     log.turn("a", 5.0, 6.0, 100, 10)
-    log.events.append(TurnArrived(7.0, 102, "a"))
+    log.events.append(TurnAsk(now_s=7.0, turn_id=102, program_id="a"))
     assert str(record(log.events)) == (
         "1 programs, 1 turns; left out: 1 without a program, 1 without usage, 2 failed, 1 not ended"
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from thunderagent.programs.model.program import Program
@@ -74,3 +74,12 @@ def is_for(scope: Scope, name: str, program: Program) -> bool:
     if scope is Scope.CLASS:
         return program.program_class == name
     return scope is Scope.ALL or program.tenant == name
+
+
+class RouteView(NamedTuple):
+    """The replicas to which the programs of a scope go."""
+
+    scope: str
+    name: str
+    targets: Mapping[str, float]
+    """Replica ids with weights; they need not be open, but none was removed."""

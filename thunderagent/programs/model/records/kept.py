@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from thunderagent.programs.model.records.limits import ProgramLimits
+from thunderagent.programs.messages import ProgramLimits
 
 
 class BranchRecord(NamedTuple):

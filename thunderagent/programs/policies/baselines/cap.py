@@ -8,44 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import ClassVar
 
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.places import Status
-from thunderagent.programs.model.policy import ClaimRules, Moment, Placement
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import ProgramView, ReplicaView
 from thunderagent.programs.policies.helpers import home_of, restore_waiting, without_routed_before
 from thunderagent.programs.policies.setting_checks import check_whole_from_one
+from thunderagent.programs.policy import Moment, Placement, Policy, ProgramView, ReplicaView, View
 
 
 @dataclass(frozen=True, slots=True)
-class Cap:
+class Cap(Policy):
     """Let `n` programs be active at once; a program stays on its replica until it ends."""
 
     n: int = 8
     """Programs that may be active at once, over all replicas."""
     name: ClassVar[str] = "cap"
-    claim_rules: ClassVar[ClaimRules] = ClaimRules()
-    tick_s: ClassVar[float] = 1.0
     stays_home: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Reject a cap that lets nobody in."""
         check_whole_from_one("cap", self, "n")
-
-    def pause_rank(self, program: ProgramView) -> float:
-        """Return the age: unused, because nobody is paused for memory."""
-        return program.opened_s
-
-    def restore_rank(self, program: ProgramView) -> float:
-        """Return the opening time: first come, first served."""
-        return program.opened_s
-
-    def hold_s(self, view: View, program: ProgramView) -> float:
-        """Return infinity: a program keeps its place until it ends."""
-        return inf
 
     def place(self, view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
         """Return the program's own replica, or, while there is a free place, the one with the smallest demand.

@@ -7,36 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import ClassVar
 
 from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.policy import ClaimRules, Moment, Placement, least_loaded
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import ProgramView, ReplicaView
 from thunderagent.programs.policies.helpers import restore_waiting
+from thunderagent.programs.policy import (
+    Moment,
+    Placement,
+    Policy,
+    ProgramView,
+    ReplicaView,
+    View,
+    least_loaded,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Passthrough:
+class Passthrough(Policy):
     """Grant every turn at once on the replica with the fewest turns in flight."""
 
     name: ClassVar[str] = "passthrough"
     holds_nobody: ClassVar[bool] = True
-    claim_rules: ClassVar[ClaimRules] = ClaimRules()
-    tick_s: ClassVar[float] = 1.0
-
-    def pause_rank(self, program: ProgramView) -> float:
-        """Return the age: unused, because nobody is paused."""
-        return program.opened_s
-
-    def restore_rank(self, program: ProgramView) -> float:
-        """Return the opening time: after an outage, the oldest program comes first."""
-        return program.opened_s
-
-    def hold_s(self, view: View, program: ProgramView) -> float:
-        """Return infinity: nobody is paused."""
-        return inf
 
     def place(self, view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
         """Return the least loaded replica, for each turn separately."""

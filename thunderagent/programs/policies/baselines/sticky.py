@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from math import inf
 from typing import ClassVar
 
 from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.policy import ClaimRules, Moment, Placement
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import ProgramView, ReplicaView
 from thunderagent.programs.policies.helpers import restore_waiting
+from thunderagent.programs.policy import Moment, Placement, Policy, ProgramView, ReplicaView, View
 
 
 def rendezvous_hash(program_id: str, replica_id: str) -> bytes:
@@ -25,25 +22,11 @@ def rendezvous_hash(program_id: str, replica_id: str) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Sticky:
+class Sticky(Policy):
     """Grant every turn at once on the replica that the program's id hashes to."""
 
     name: ClassVar[str] = "sticky"
     holds_nobody: ClassVar[bool] = True
-    claim_rules: ClassVar[ClaimRules] = ClaimRules()
-    tick_s: ClassVar[float] = 1.0
-
-    def pause_rank(self, program: ProgramView) -> float:
-        """Return the age: unused, because nobody is paused."""
-        return program.opened_s
-
-    def restore_rank(self, program: ProgramView) -> float:
-        """Return the opening time: after an outage, the oldest program comes first."""
-        return program.opened_s
-
-    def hold_s(self, view: View, program: ProgramView) -> float:
-        """Return infinity: nobody is paused."""
-        return inf
 
     def place(self, view: View, program: ProgramView, candidates: Sequence[ReplicaView]) -> Placement:
         """Return the replica with the highest rendezvous hash."""

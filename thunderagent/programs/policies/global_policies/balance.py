@@ -20,16 +20,15 @@ from typing import ClassVar
 
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import ProgramView, ReplicaView
 from thunderagent.programs.policies.global_policies.room import free_tokens, size_tokens
+from thunderagent.programs.policy import GlobalPolicy, ProgramView, ReplicaView, View
 
 LOOKED_AT_COUNT = 16
 """How many programs of the fullest replica are checked whether they may move."""
 
 
 @dataclass(slots=True)
-class Balance:
+class Balance(GlobalPolicy):
     """Move programs while demand is uneven."""
 
     gap_ratio: float = 0.25

@@ -18,13 +18,12 @@ from typing import ClassVar
 
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import ProgramView
 from thunderagent.programs.policies.global_policies.room import emptiest_first, free_tokens
+from thunderagent.programs.policy import GlobalPolicy, ProgramView, View
 
 
 @dataclass(frozen=True, slots=True)
-class Migrate:
+class Migrate(GlobalPolicy):
     """Move programs from behind long turns."""
 
     long_turn_s: float = 10.0

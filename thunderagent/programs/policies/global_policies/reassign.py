@@ -23,9 +23,9 @@ from math import inf
 from typing import ClassVar, NamedTuple
 
 from thunderagent.errors import ConfigurationError
+from thunderagent.programs.model.advice.routes import RouteView
 from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import ReplicaView, RouteView
+from thunderagent.programs.policy import GlobalPolicy, ReplicaView, View
 
 
 class Change(NamedTuple):
@@ -42,7 +42,7 @@ class Change(NamedTuple):
 
 
 @dataclass(slots=True)
-class Reassign:
+class Reassign(GlobalPolicy):
     """Move replicas between routes, start and end them."""
 
     waiting_count: float = 4.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from thunderagent.programs.model.views import ReplicaView
+from thunderagent.programs.policy import ReplicaView
 
 
 def free_tokens(replica: ReplicaView) -> float:

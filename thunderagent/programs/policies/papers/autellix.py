@@ -19,17 +19,24 @@ from math import inf
 from typing import ClassVar
 
 from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.policy import ClaimRules, Moment, Placement, least_loaded
 from thunderagent.programs.model.records.signals import Signal
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import ProgramView, ReplicaView
 from thunderagent.programs.policies.helpers import home_of, restore_waiting
 from thunderagent.programs.policies.papers.plas import Plas
 from thunderagent.programs.policies.setting_checks import check_not_negative
+from thunderagent.programs.policy import (
+    ClaimRules,
+    Moment,
+    Placement,
+    Policy,
+    ProgramView,
+    ReplicaView,
+    View,
+    least_loaded,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Autellix:
+class Autellix(Policy):
     """Grant every turn at once, one over `short_tokens` at home. The settings of PLAS are those of `priority=plas`."""
 
     short_tokens: int = 2048

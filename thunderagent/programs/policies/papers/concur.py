@@ -30,12 +30,10 @@ from typing import ClassVar
 
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.policy import Moment
 from thunderagent.programs.model.ranked_set import RankedSet
 from thunderagent.programs.model.records.signals import ProgramEnd, Signal, ToolEnd, ToolStart, WindowUpdate
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import ProgramView
 from thunderagent.programs.policies.setting_checks import check_whole_from_one
+from thunderagent.programs.policy import Admission, Moment, ProgramView, View
 
 BEFORE_NEW_S = 1e9
 """Programs that were in before rank before all others, whatever their age."""
@@ -59,7 +57,7 @@ class Readings:
 
 
 @dataclass(slots=True)
-class Concur:
+class Concur(Admission):
     """Admit while there are fewer programs than places in the window; the paper's constants are the defaults."""
 
     add_count: int = 2

@@ -40,14 +40,12 @@ from typing import ClassVar
 
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.places import Status
-from thunderagent.programs.model.policy import ClaimRules, Moment, Placement
 from thunderagent.programs.model.records.signals import GpuSubmit, ProgramEnd, Signal, ToolEnd, ToolStart
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import ProgramView, ReplicaView
 from thunderagent.programs.policies.fitting import Fitting
 from thunderagent.programs.policies.helpers import restore_waiting, restore_waiting_for, worth_a_look
 from thunderagent.programs.policies.parts.program_age import ProgramAge
 from thunderagent.programs.policies.setting_checks import check_not_negative
+from thunderagent.programs.policy import ClaimRules, Moment, Placement, Policy, ProgramView, ReplicaView, View
 
 FITTING = Fitting()
 
@@ -139,7 +137,7 @@ class Memoryfulness:
 
 
 @dataclass(slots=True)
-class Continuum:
+class Continuum(Policy):
     """Pin by tool; `dynamic`, `ttl_s`, `cold_count` and `cold_formula` are explained above.
 
     `prefill_token_s` 0 is the learned value; the paper measures it beforehand. `reserve_tokens` are added to each

@@ -34,18 +34,16 @@ from typing import ClassVar
 
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.places import Phase
-from thunderagent.programs.model.policy import ClaimRules, Moment, Placement
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import ProgramView, ReplicaView
 from thunderagent.programs.policies.fitting import Fitting
 from thunderagent.programs.policies.helpers import restore_waiting, worth_a_look
 from thunderagent.programs.policies.setting_checks import check_not_negative
+from thunderagent.programs.policy import ClaimRules, Moment, Placement, Policy, ProgramView, ReplicaView, View
 
 FITTING = Fitting()
 
 
 @dataclass(frozen=True, slots=True)
-class InferCept:
+class InferCept(Policy):
     """Hold by minimal waste, `reserve_tokens` beside each program's context."""
 
     prefill_token_s: float = 0.0

@@ -40,9 +40,6 @@ from typing import TYPE_CHECKING, ClassVar
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.places import Status
-from thunderagent.programs.model.policy import ClaimRules, Moment, Placement
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import ProgramView, ReplicaView
 from thunderagent.programs.policies.helpers import (
     home_of,
     largest_capacity_tokens,
@@ -53,6 +50,7 @@ from thunderagent.programs.policies.helpers import (
 from thunderagent.programs.policies.papers.mars_admission import MarsAdmission
 from thunderagent.programs.policies.papers.mars_priority import MarsOrder, MarsPriority, level_of
 from thunderagent.programs.policies.setting_checks import check_not_negative
+from thunderagent.programs.policy import ClaimRules, Moment, Placement, Policy, ProgramView, ReplicaView, View
 
 if TYPE_CHECKING:
     from thunderagent.programs.model.records.signals import Signal
@@ -68,7 +66,7 @@ LEVEL_RANK_TOKENS = 1e9
 
 
 @dataclass(slots=True)
-class Mars:
+class Mars(Policy):
     """Admission, order, priority and retention together; the parts, chosen separately, have more settings."""
 
     tool_cpu_count: int = 0

@@ -35,7 +35,6 @@ from math import ceil, floor, inf
 from typing import TYPE_CHECKING
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.model.policy import Moment
 from thunderagent.programs.model.records.signals import (
     GpuSubmit,
     ProgramEnd,
@@ -44,9 +43,8 @@ from thunderagent.programs.model.records.signals import (
     ToolStart,
     WindowUpdate,
 )
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import ProgramView
 from thunderagent.programs.policies.papers.mars_memory import Memory
+from thunderagent.programs.policy import Admission, Moment, ProgramView, View
 
 if TYPE_CHECKING:
     from thunderagent.programs.model.records.signals import Signal
@@ -75,7 +73,7 @@ ARRIVALS_COUNT = 16
 
 
 @dataclass(slots=True)
-class MarsAdmission:
+class MarsAdmission(Admission):
     """Keep the window. Raises ConfigurationError for invalid settings."""
 
     tool_cpu_count: int = 0

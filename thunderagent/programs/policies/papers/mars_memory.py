@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from thunderagent.programs.model.view import View
+from thunderagent.programs.policy import View
 
 WAITING_COUNT = 32
 """How many admitted programs that wait for memory are checked for what they will take."""

@@ -31,8 +31,7 @@ from typing import TYPE_CHECKING, ClassVar
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.model.places import Phase
 from thunderagent.programs.model.records.signals import GpuEnd, GpuSubmit, ProgramEnd, ToolEnd
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import ProgramView
+from thunderagent.programs.policy import EnginePriority, Order, ProgramView, View
 
 if TYPE_CHECKING:
     from thunderagent.programs.model.records.signals import Signal
@@ -51,7 +50,7 @@ def level_of(tokens: float, first_level_tokens: float = 2048, level_count: int =
 
 
 @dataclass(frozen=True, slots=True)
-class MarsOrder:
+class MarsOrder(Order):
     """Restore by level, and by the begin of a turn's wait."""
 
     first_level_tokens: int = 2048
@@ -76,7 +75,7 @@ class MarsOrder:
 
 
 @dataclass(slots=True)
-class MarsPriority:
+class MarsPriority(EnginePriority):
     """Give each turn its level, less its waiting time."""
 
     first_level_tokens: int = 2048

@@ -25,16 +25,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import ProgramView
 from thunderagent.programs.policies.setting_checks import check_whole_from_one
+from thunderagent.programs.policy import EnginePriority, Order, ProgramView, View
 
 MAX_LENGTH_TOKENS = 2**16 - 1
 MAX_LEVEL_COUNT = 2**15 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class OrbitStep:
+class OrbitStep(Order, EnginePriority):
     """Programs with fewer turns come first, in steps of `window_count`."""
 
     window_count: int = 10
@@ -58,7 +57,7 @@ class OrbitStep:
 
 
 @dataclass(frozen=True, slots=True)
-class OrbitJudge:
+class OrbitJudge(Order, EnginePriority):
     """Programs that a judge expects to succeed come first; without a verdict, as in `orbit-step`."""
 
     window_count: int = 10

@@ -41,9 +41,8 @@ from thunderagent.programs.model.records.signals import (
     ToolEnd,
     ToolStart,
 )
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import ProgramView
 from thunderagent.programs.policies.setting_checks import check_whole_from_one
+from thunderagent.programs.policy import EnginePriority, Order, ProgramView, View
 
 LEVEL_S = 1e9
 """Distance of two levels in the paused queue; inside a level the time of arrival orders."""
@@ -69,7 +68,7 @@ class _Attained:
 
 
 @dataclass(slots=True)
-class Plas:
+class Plas(Order, EnginePriority):
     """`level_count` ranges of attained service: up to `first_tokens`, and each later one `ratio` times as far.
 
     A program that waited `starved_ratio` times as long as it was served goes to the first; `inf`: never.

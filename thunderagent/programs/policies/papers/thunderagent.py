@@ -42,15 +42,13 @@ from typing import ClassVar
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.places import Phase, Status
-from thunderagent.programs.model.policy import ClaimRules, Moment, Placement
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import ProgramView, ReplicaView
 from thunderagent.programs.policies.helpers import home_of, largest_capacity_tokens, without_routed_before
 from thunderagent.programs.policies.setting_checks import check_not_negative
+from thunderagent.programs.policy import ClaimRules, Moment, Placement, Policy, ProgramView, ReplicaView, View
 
 
 @dataclass(frozen=True, slots=True)
-class ThunderAgent:
+class ThunderAgent(Policy):
     """Pause the shortest acting program where a replica thrashes, restore the shortest reasoning one where it fits.
 
     `delta_s` is the paper's time between two checks, `half_life_s` that of f(t) (`inf` counts acting programs in full,

@@ -32,18 +32,16 @@ from typing import ClassVar
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.model.decisions import Reason
 from thunderagent.programs.model.places import Status
-from thunderagent.programs.model.policy import ClaimRules, Moment, Placement
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import ProgramView, ReplicaView
 from thunderagent.programs.policies.helpers import home_of
 from thunderagent.programs.policies.setting_checks import check_not_negative
+from thunderagent.programs.policy import ClaimRules, Moment, Placement, Policy, ProgramView, ReplicaView, View
 
 _NEW_TOKENS = 2**50
 """More than any claim: added to the rank of new programs, which are ranked by their claims, too."""
 
 
 @dataclass(frozen=True, slots=True)
-class ThunderAgentReleased:
+class ThunderAgentReleased(Policy):
     """Restore returning programs, then new ones, then those whose tools run; pause by undecayed sums.
 
     `half_life_s` is that of f(t) where there is room to restore; `inf` is the released default, in which its option for

@@ -15,9 +15,9 @@ from thunderagent.programs.model.records.signals import GpuEnd, GpuSubmit, Progr
 from thunderagent.programs.policies.helpers import times
 
 if TYPE_CHECKING:  # the view by its one class: see `letting_in.py`
-    from thunderagent.programs.model.program import Program as ProgramView
+    from thunderagent.programs.model.program import Program
     from thunderagent.programs.model.records.signals import Signal
-    from thunderagent.programs.view import SchedulerView as View
+    from thunderagent.programs.transitions import SchedulerView
 
 ENDS_COUNT: Final = (*range(1, 9), *(round(8 * 2 ** (step / 4)) for step in range(1, 29)))
 """The last turn of each interval: 1 to 8, and then four for each doubling, up to 1,024."""
@@ -108,7 +108,7 @@ class Areas:
         """What a turn adds to a context."""
         return self._grown_tokens / self._grown_count
 
-    def restore_rank(self, program: ProgramView) -> float:
+    def restore_rank(self, program: Program) -> float:
         """Return the index, or since when it waits, as if all its waiting were one, if that is for too long."""
         if program.phase is Phase.REASONING:
             since_s = program.waiting_since_s
@@ -129,7 +129,7 @@ class Areas:
             heapify(self._due)
         heappush(self._due, (since_s - self._waited_s.get(program_id, 0.0), program_id, since_s))
 
-    def _rank_now(self, program: ProgramView) -> float:
+    def _rank_now(self, program: Program) -> float:
         area = self.area(program.turn_count, program.claim_tokens)
         return NOT_OVERDUE_RANK + (self._begun_ratio * area if program.turn_count else area)
 
@@ -202,7 +202,7 @@ class Areas:
         self._grown_tokens, self._grown_count = lengths.grown_tokens, lengths.grown_count
         self._refresh()
 
-    def observe(self, view: View, signal: Signal) -> None:
+    def observe(self, view: SchedulerView, signal: Signal) -> None:
         """Learn how long programs are and how they grow, and look who has waited for too long."""
         if isinstance(signal, GpuSubmit):
             self._submitted(view, signal.program_id, signal.held_s)
@@ -216,7 +216,7 @@ class Areas:
             self._program_ended(signal.turn_count)
             self._look_for_overdue(view)
 
-    def _submitted(self, view: View, program_id: str, held_s: float) -> None:
+    def _submitted(self, view: SchedulerView, program_id: str, held_s: float) -> None:
         self._waits.pop(program_id, None)
         self._overdue.pop(program_id, None)
         program = view.program(program_id)
@@ -240,7 +240,7 @@ class Areas:
             self._passed = [count / 2 for count in self._passed]
         self._counted()
 
-    def _turn_finished(self, view: View, program_id: str, turn_id: int) -> None:
+    def _turn_finished(self, view: SchedulerView, program_id: str, turn_id: int) -> None:
         program = view.program(program_id)
         if program is None:
             return
@@ -253,7 +253,7 @@ class Areas:
             self._grown_tokens = FORGETTING_RATIO * self._grown_tokens + (tokens - before_tokens)
             self._grown_count = FORGETTING_RATIO * self._grown_count + 1
 
-    def _look_for_overdue(self, view: View) -> None:
+    def _look_for_overdue(self, view: SchedulerView) -> None:
         """Rank those anew who waited for too long. Cost: O(1), and O(log n) for each wait that began."""
         due = self._due
         if not due:

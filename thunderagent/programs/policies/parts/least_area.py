@@ -35,19 +35,19 @@ program ends, and so before there is room.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
 
-from thunderagent.programs.model.policy import Observe
 from thunderagent.programs.model.records.learned import LengthsRecord
-from thunderagent.programs.model.views import ProgramView
 from thunderagent.programs.policies.parts.areas import Areas
 from thunderagent.programs.policies.setting_checks import check_not_negative
+from thunderagent.programs.policy import Observe, Order, ProgramView
 
 
-@dataclass(frozen=True, slots=True)
-class LeastArea:
+@dataclass(frozen=True)
+class LeastArea(Order):
     """Rank by the index; programs that waited `bound_ratio` times the median residence in all come first."""
 
     bound_ratio: float = 4.0
@@ -55,17 +55,30 @@ class LeastArea:
     """
     begun_ratio: float = 0.5
     """What a program counts that lost its claim. Lower it if programs are often paused in the middle."""
-    areas: Areas = field(init=False, repr=False, compare=False)
-    """What it learned and does, in a class that is compiled where the core is."""
-    restore_rank: Callable[[ProgramView], float] = field(init=False, repr=False, compare=False)
-    observe: Observe = field(init=False, repr=False, compare=False)
-    export: Callable[[], LengthsRecord] = field(init=False, repr=False, compare=False)
-    adopt: Callable[[LengthsRecord], None] = field(init=False, repr=False, compare=False)
     name: ClassVar[str] = "least-area"
 
     def __post_init__(self) -> None:
         """Reject invalid settings."""
         check_not_negative(self.name, self, "bound_ratio", "begun_ratio")
-        object.__setattr__(self, "areas", Areas(bound_ratio=self.bound_ratio, begun_ratio=self.begun_ratio))
-        for name in ("restore_rank", "observe", "export", "adopt"):
-            object.__setattr__(self, name, getattr(self.areas, name))
+
+    @cached_property
+    def areas(self) -> Any:
+        """Return the `Areas` of these settings, compiled where the core is; it is Any as `BreakEven.rules` is."""
+        return Areas(bound_ratio=self.bound_ratio, begun_ratio=self.begun_ratio)
+
+    def restore_rank(self, program: ProgramView) -> float:
+        """Return the index, or since when it waits, if that is for too long."""
+        return float(self.areas.restore_rank(program))
+
+    def observers(self) -> Sequence[Observe]:
+        """Return what learns."""
+        return (self.areas.observe,)
+
+    def export(self) -> LengthsRecord:
+        """Return what it learned."""
+        lengths: LengthsRecord = self.areas.export()
+        return lengths
+
+    def adopt(self, lengths: LengthsRecord) -> None:
+        """Take what was learned before."""
+        self.areas.adopt(lengths)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from thunderagent.programs.model.views import ProgramView
+from thunderagent.programs.policy import Order, ProgramView
 
 
 @dataclass(frozen=True, slots=True)
-class Fcfs:
+class Fcfs(Order):
     """First come, first served: the program that has been here longest comes first."""
 
     name: ClassVar[str] = "fcfs"
@@ -20,7 +20,7 @@ class Fcfs:
 
 
 @dataclass(frozen=True, slots=True)
-class ShortestFirst:
+class ShortestFirst(Order):
     """The smallest claim comes first. Large programs may wait for ever; it is for comparison."""
 
     name: ClassVar[str] = "shortest"

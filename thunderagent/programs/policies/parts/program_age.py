@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import ProgramView
+from thunderagent.programs.policy import EnginePriority, ProgramView, View
 
 
 @dataclass(frozen=True, slots=True)
-class ProgramAge:
+class ProgramAge(EnginePriority):
     """The priority of a turn is the time at which its program was opened, in tenths of a second."""
 
     name: ClassVar[str] = "age"

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from math import inf
 from typing import ClassVar
 
-from thunderagent.programs.model.views import ProgramView
+from thunderagent.programs.policy import ProgramView, Victims
 
 
 @dataclass(frozen=True, slots=True)
-class Youngest:
+class Youngest(Victims):
     """The newest program first; the last unfinished member of a group never before others."""
 
     name: ClassVar[str] = "youngest"
@@ -21,7 +21,7 @@ class Youngest:
 
 
 @dataclass(frozen=True, slots=True)
-class Largest:
+class Largest(Victims):
     """The largest claim first: fewest are paused; the last unfinished member of a group after all others."""
 
     name: ClassVar[str] = "largest"

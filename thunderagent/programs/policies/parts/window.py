@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from thunderagent.programs.model.policy import Moment
-from thunderagent.programs.model.view import View
-from thunderagent.programs.model.views import ProgramView
 from thunderagent.programs.policies.setting_checks import check_whole_from_one
+from thunderagent.programs.policy import Admission, Moment, ProgramView, View
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class Window(Admission):
     """Admit while fewer than `n` programs are."""
 
     n: int = 16

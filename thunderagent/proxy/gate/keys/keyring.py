@@ -18,7 +18,7 @@ from secrets import token_urlsafe
 from multidict import CIMultiDict, CIMultiDictProxy, MultiMapping
 
 from thunderagent.errors import AdminKeyNeededError, ConfigurationError, KeyNeededError
-from thunderagent.programs.model.records.limits import ProgramLimits
+from thunderagent.programs.messages import ProgramLimits
 
 KEY_HEADER = "X-ThunderAgent-Key"
 """Our own header: a client that uses it keeps `Authorization` for the engine."""

@@ -23,20 +23,13 @@ from prometheus_client import CollectorRegistry
 from prometheus_client import Counter as CounterMetric
 
 from thunderagent.errors import KeyHeldLimitError, KeyProgramsLimitError
+from thunderagent.programs.messages import TurnAsk, TurnEnd
 from thunderagent.programs.model.decisions import Decision, Grant, is_rejected
-from thunderagent.programs.model.events import (
-    Event,
-    TurnAbandoned,
-    TurnArrived,
-    TurnFailed,
-    TurnFinished,
-    TurnProgressed,
-    TurnUnverified,
-)
+from thunderagent.programs.model.events import Event, TurnProgressed, TurnUnverified
 from thunderagent.proxy.gate.keys.keyring import Key, KeyLimits, caller_key
 from thunderagent.proxy.gate.rate_limit import Bucket
 
-HEARD = (TurnArrived, TurnUnverified, TurnProgressed, TurnFinished, TurnFailed, TurnAbandoned, Grant)
+HEARD = (TurnAsk, TurnUnverified, TurnProgressed, TurnEnd, Grant)
 """Events, and a decision, to call `Quotas.heard` with."""
 
 BYTES_PER_TOKEN = 4
@@ -173,8 +166,8 @@ class Quotas:
 
     def heard(self, event: Event, decisions: Sequence[Decision]) -> None:
         """Count the tokens of a turn. Its arrival runs in its request's context, which has the key."""
-        if isinstance(event, TurnArrived):
-            key = caller_key()
+        if isinstance(event, TurnAsk):
+            key = caller_key() if event.pinned_replica_id is None else None
             if key is not None and key.limits.tokens_per_min is not None and not is_rejected(event.turn_id, decisions):
                 self._turns[event.turn_id] = _Turn(key.name, event.prompt_bytes // BYTES_PER_TOKEN or UNSAID_TOKENS)
         elif isinstance(event, TurnUnverified):
@@ -183,7 +176,7 @@ class Quotas:
         elif isinstance(event, TurnProgressed):
             if (turn := self._turns.get(event.turn_id)) is not None:
                 turn.output_tokens = max(turn.output_tokens, event.output_tokens)
-        elif isinstance(event, TurnFinished | TurnFailed | TurnAbandoned):
+        elif isinstance(event, TurnEnd):
             turn = self._turns.pop(event.turn_id, None)
             if turn is not None:
                 self._take(turn.key_name, _tokens_of(turn, event) - turn.counted_tokens)
@@ -232,11 +225,11 @@ class Quotas:
         return self._clock() if self._clock is not None else asyncio.get_running_loop().time()
 
 
-def _tokens_of(turn: _Turn, end: Event) -> int:
+def _tokens_of(turn: _Turn, end: TurnEnd) -> int:
     """Return what a turn has used; nothing if its client left while it was held, or its replica failed it."""
     granted_tokens = turn.prompt_tokens + turn.output_tokens if turn.counted_tokens else 0
-    if isinstance(end, TurnFinished):
+    if end.outcome == "finished":
         prompt_tokens = turn.prompt_tokens if end.prompt_tokens is None else end.prompt_tokens
         tokens = prompt_tokens + (turn.output_tokens if end.output_tokens is None else end.output_tokens)
         return max(tokens, granted_tokens) if turn.is_unverified else tokens
-    return granted_tokens if turn.is_unverified or isinstance(end, TurnAbandoned) else 0
+    return granted_tokens if turn.is_unverified or end.outcome == "abandoned" else 0

@@ -12,16 +12,9 @@ from aiohttp.test_utils import make_mocked_request
 from prometheus_client import CollectorRegistry
 
 from thunderagent.errors import KeyHeldLimitError, KeyNeededError, KeyProgramsLimitError
+from thunderagent.programs.messages import TurnAsk, TurnEnd
 from thunderagent.programs.model.decisions import Grant, Reason, Reject
-from thunderagent.programs.model.events import (
-    Tick,
-    TurnAbandoned,
-    TurnArrived,
-    TurnFailed,
-    TurnFinished,
-    TurnProgressed,
-    TurnUnverified,
-)
+from thunderagent.programs.model.events import Tick, TurnProgressed, TurnUnverified
 from thunderagent.proxy.gate.guard import Guard, GuardSettings
 from thunderagent.proxy.gate.held import NO_LIMITS as NO_HELD_LIMITS
 from thunderagent.proxy.gate.held import HeldTurns
@@ -119,10 +112,12 @@ async def test_tokens_are_counted_at_the_end_of_a_turn_and_may_be_overdrawn() ->
     check_key(ours, Keyring(), for_admin=False)
     assert await world.begins(ours)
     for turn_id in (1, 2):
-        world.quotas.heard(TurnArrived(0.0, turn_id, "p"), [])
-    world.quotas.heard(TurnArrived(0.0, 3, "p"), [Reject(3, "p", Reason.TOO_MANY_PROGRAMS)])  # it has no end
-    world.quotas.heard(TurnFinished(0.0, 1, 700, 200), [])
-    world.quotas.heard(TurnAbandoned(0.0, 2), [])
+        world.quotas.heard(TurnAsk(now_s=0.0, turn_id=turn_id, program_id="p"), [])
+    world.quotas.heard(
+        TurnAsk(now_s=0.0, turn_id=3, program_id="p"), [Reject(3, "p", Reason.TOO_MANY_PROGRAMS)]
+    )  # it has no end
+    world.quotas.heard(TurnEnd(now_s=0.0, turn_id=1, prompt_tokens=700, output_tokens=200), [])
+    world.quotas.heard(TurnEnd(now_s=0.0, turn_id=2, outcome="abandoned"), [])
     assert world.quotas._turns == {}
     assert not await world.begins(ours)
     assert world.limited("tokens") == 1
@@ -132,20 +127,20 @@ async def test_tokens_are_counted_at_the_end_of_a_turn_and_may_be_overdrawn() ->
     assert await world.begins(ours)
 
 
-@pytest.mark.parametrize("end", [TurnFinished(0.0, 1), TurnAbandoned(0.0, 1)])
-async def test_a_turn_that_reports_no_usage_counts_by_its_sizes(end: TurnFinished | TurnAbandoned) -> None:
+@pytest.mark.parametrize("end", [TurnEnd(now_s=0.0, turn_id=1), TurnEnd(now_s=0.0, turn_id=1, outcome="abandoned")])
+async def test_a_turn_that_reports_no_usage_counts_by_its_sizes(end: TurnEnd) -> None:
     world, ours = World(), key(tokens_per_min=600)
     check_key(ours, Keyring(), for_admin=False)
     assert await world.begins(ours)
     granted = {number: [Grant(number, "p", "r", Reason.FITS)] for number in (1, 2)}
     for event, decisions in (
-        (TurnArrived(0.0, 1, "p", prompt_bytes=2000), []),
+        (TurnAsk(now_s=0.0, turn_id=1, program_id="p", prompt_bytes=2000), []),
         (Tick(0.0), granted[1]),
         (TurnProgressed(0.0, 1, 60), []),
         (TurnProgressed(0.0, 1, 130), []),
         (end, []),
-        (TurnArrived(0.0, 2, "p", prompt_bytes=2000), granted[2]),
-        (TurnFailed(0.0, 2), []),
+        (TurnAsk(now_s=0.0, turn_id=2, program_id="p", prompt_bytes=2000), granted[2]),
+        (TurnEnd(now_s=0.0, turn_id=2, outcome="failed"), []),
     ):
         world.quotas.heard(event, decisions)
     assert not await world.begins(ours)
@@ -158,22 +153,24 @@ async def test_a_turn_that_reports_no_usage_counts_by_its_sizes(end: TurnFinishe
 @pytest.mark.parametrize(
     ("end", "is_trusted", "used_tokens"),
     [
-        (TurnFinished(0.0, 1, 0, 0), False, 700),
-        (TurnFinished(0.0, 1, 700, 50), False, 750),
-        (TurnFailed(0.0, 1), False, 700),
-        (TurnAbandoned(0.0, 1), False, 700),
-        (TurnFinished(0.0, 1, 650, 0), True, 650),
-        (TurnFailed(0.0, 1), True, 0),
+        (TurnEnd(now_s=0.0, turn_id=1, prompt_tokens=0, output_tokens=0), False, 700),
+        (TurnEnd(now_s=0.0, turn_id=1, prompt_tokens=700, output_tokens=50), False, 750),
+        (TurnEnd(now_s=0.0, turn_id=1, outcome="failed"), False, 700),
+        (TurnEnd(now_s=0.0, turn_id=1, outcome="abandoned"), False, 700),
+        (TurnEnd(now_s=0.0, turn_id=1, prompt_tokens=650, output_tokens=0), True, 650),
+        (TurnEnd(now_s=0.0, turn_id=1, outcome="failed"), True, 0),
     ],
 )
 async def test_what_was_granted_counts_until_somebody_trusted_knows_better(
-    end: TurnFinished, is_trusted: bool, used_tokens: int
+    end: TurnEnd, is_trusted: bool, used_tokens: int
 ) -> None:
     """A stranger's report of less is not believed, and one of more is."""
     world, ours = World(), key(tokens_per_min=600)
     check_key(ours, Keyring(), for_admin=False)
     assert await world.begins(ours)
-    world.quotas.heard(TurnArrived(0.0, 1, "p", prompt_bytes=2800), [Grant(1, "p", "r", Reason.FITS)])
+    world.quotas.heard(
+        TurnAsk(now_s=0.0, turn_id=1, program_id="p", prompt_bytes=2800), [Grant(1, "p", "r", Reason.FITS)]
+    )
     assert not await world.begins(ours)  # 700 of 600 tokens, before it has ended
     if not is_trusted:
         world.quotas.heard(TurnUnverified(0.0, 1), [])
@@ -189,9 +186,11 @@ async def test_a_turn_of_no_size_counts_as_one_of_some() -> None:
     world, ours = World(), key(tokens_per_min=UNSAID_TOKENS)
     check_key(ours, Keyring(), for_admin=False)
     assert await world.begins(ours)
-    world.quotas.heard(TurnArrived(0.0, 1, None), [Grant(1, None, "r", Reason.FITS)])
+    world.quotas.heard(TurnAsk(now_s=0.0, turn_id=1, program_id=None), [Grant(1, None, "r", Reason.FITS)])
     assert not await world.begins(ours)
-    world.quotas.heard(TurnFinished(0.0, 1, 5, 5), [])  # its engine says that it was small
+    world.quotas.heard(
+        TurnEnd(now_s=0.0, turn_id=1, prompt_tokens=5, output_tokens=5), []
+    )  # its engine says that it was small
     assert await world.begins(ours)
 
 
@@ -273,8 +272,8 @@ async def test_a_turn_whose_key_is_revoked_while_it_waits_is_refused(waits_for: 
     if waits_for == "tokens":
         check_key(revoked, keyring, for_admin=False)
         await quotas.wait(revoked)
-        quotas.heard(TurnArrived(0.0, 1, "p"), [])
-        quotas.heard(TurnFinished(0.0, 1, 60_500, 0), [])
+        quotas.heard(TurnAsk(now_s=0.0, turn_id=1, program_id="p"), [])
+        quotas.heard(TurnEnd(now_s=0.0, turn_id=1, prompt_tokens=60_500, output_tokens=0), [])
     else:
         await asyncio.gather(asked("revoked"), asked("kept"))
         served.clear()

@@ -1,1 +1,0 @@
-"""The parts of `core.py`: places, leases, ends of turns, hints, signals."""
