@@ -78,7 +78,6 @@ class _ResponseEvent(Struct):
     response: _Response | None = None
 
 
-read_tokens: Final = msgspec.json.Decoder(list[_Token]).decode
 read_logprobs: Final = msgspec.json.Decoder(_Logprobs).decode
 read_chunk: Final = msgspec.json.Decoder(_Chunk).decode
 read_sglext: Final = msgspec.json.Decoder(_Sglext).decode
