@@ -235,7 +235,7 @@ class Table:
         self.links[link] = self.links.get(link, 0) + 1
         links: dict[str, int] = rollout.links
         links[link] = links.get(link, 0) + 1
-        if turn.tries_count and turn.missing and turn.verdict != "agent_error":
+        if turn.tries_count and turn.missing and turn.kept and turn.verdict != "agent_error":
             rollout.complete = False
             self.incomplete_count += 1
         rollout.turns_count = seq + 1
