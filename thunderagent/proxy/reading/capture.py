@@ -190,9 +190,10 @@ def ask(kind: str, path: str, body: bytes, *, logprobs: bool) -> Asked | None:
     `body` is a JSON object. A text that is to be echoed is not asked for: the engine would write another answer.
     """
     how = _ASKS.get((kind, path))
-    if how is None or (path == COMPLETIONS and b'"echo"' in body and _ECHO.search(body) is not None):
+    if how is None or (path == COMPLETIONS and body.find(b'"echo"') >= 0 and _ECHO.search(body) is not None):
         return None
-    if logprobs and how.begins and body.startswith(b'{"') and how.names[0] not in body and how.names[1] not in body:
+    of_ids, of_logprobs = how.names
+    if logprobs and of_ids and body.startswith(b'{"') and body.find(of_ids) < 0 and body.find(of_logprobs) < 0:
         return Asked(how.begins + body[1:], how.headers, ids_added=True, logprobs_added=True)
     given, ids_added, logprobs_added = body, bool(how.headers), False
     if how.ids is not None:
@@ -371,10 +372,12 @@ class Capture:
         if prompt_start < 0 or start < 0 or reason_start < 0:
             return None
         end, prompt_end = body.find(b"]", start) + 1, body.find(b"]", prompt_start) + 1
-        rest, between = body[prompt_end:], body[end:prompt_start]
-        if b'":[' in rest or b'":{' in rest or _WEIGHTS_KEY in between or _REASON_KEY in between:
+        # `find`, since `in` with bytes makes an exception on its way
+        if body.find(b'":[', prompt_end) >= 0 or body.find(b'":{', prompt_end) >= 0:
             return None  # there may be more of what is looked for
-        if _WEIGHTS_KEY in body[reason_start:start] or _PROMPT_KEY in between:
+        if body.find(_PROMPT_KEY, end, prompt_start) >= 0 or body.find(_REASON_KEY, end, prompt_start) >= 0:
+            return None
+        if body.find(_WEIGHTS_KEY, reason_start, start) >= 0 or body.find(_WEIGHTS_KEY, end, prompt_start) >= 0:
             return None
         output, given_at = OutputRead(), reason_start
         if not body.endswith(_NO_LOGPROBS, 0, reason_start):
@@ -392,9 +395,9 @@ class Capture:
         output.listed, self.kept.prompt_listed = body[ids_at - 1 : end], body[prompt_at - 1 : prompt_end]
         self.kept.outputs[0] = output
         if not output.told or not self._asked.logprobs_added:
-            return b"%bnull%bnull%b" % (body[: ids_at - 1], body[end : prompt_at - 1], rest)
-        kept = body[:given_at], body[reason_start : ids_at - 1], body[end : prompt_at - 1], rest
-        return b"%bnull%bnull%bnull%b" % kept
+            return b"null".join((body[: ids_at - 1], body[end : prompt_at - 1], body[prompt_end:]))
+        parts = body[:given_at], body[reason_start : ids_at - 1], body[end : prompt_at - 1], body[prompt_end:]
+        return b"null".join(parts)
 
     # --- streams
 
