@@ -242,6 +242,7 @@ _NULL: Final = b"null"
 _IDS_KEY: Final = b'"token_ids":['
 _PROMPT_KEY: Final = b'"prompt_token_ids":['
 _CHAT_LOGPROBS: Final = b'"logprobs":{"content":['
+_CHAT_LOGPROBS_END: Final = b'"top_logprobs":[]}]}'
 _TEXT_LOGPROBS: Final = b'"logprobs":{"text_offset":['
 _NO_LOGPROBS: Final = b'"logprobs":null'
 _REASON_KEY: Final = b',"finish_reason":"'
@@ -383,7 +384,10 @@ class Capture:
         if not body.endswith(_NO_LOGPROBS, 0, reason_start):
             key = _CHAT_LOGPROBS if self._path == CHAT else _TEXT_LOGPROBS
             given_at = body.rfind(key, 0, reason_start)
-            if given_at < 0 or (self._path == CHAT and body.rfind(b']},"', given_at, reason_start) >= 0):
+            if given_at < 0:
+                return None
+            is_one = self._path != CHAT or body.endswith(_CHAT_LOGPROBS_END, given_at, reason_start)
+            if not is_one and body.rfind(b']},"', given_at, reason_start) >= 0:  # another member follows
                 return None
             given_at += len(b'"logprobs":')
             output.told = body[given_at:reason_start]
