@@ -39,6 +39,10 @@ SLICE_S = 0.002
 """How long turns are settled at a time, while others may wait."""
 BUSY_RATIO = 0.5
 """A thread that works for more of its time has none to settle."""
+LATE_S = 0.01
+"""Nor has one that comes later than this to what it wanted to do."""
+BUSY_LOOKS_COUNT = 200
+"""After so many looks at which there was no time a slice is settled at each, so that nothing waits for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +86,9 @@ class Rollouts:
         """Rollouts to pack, once the thread has done what it does."""
         self._works = False
         self._looks = False
-        self._looked_s = self._worked_s = 0.0
+        self._look_at_s = self._looked_s = self._worked_s = 0.0
+        self._busy_count = 0
+        """Looks in a row at which there was no time."""
         self._warned: set[tuple[str, str, str]] = set()
         self._swept_count = 0
         self._ended = asyncio.Event()
@@ -113,13 +119,16 @@ class Rollouts:
 
     def _look_again(self, after_s: float) -> None:
         self._looked_s, self._worked_s = monotonic(), thread_time()
+        self._look_at_s = self._looked_s + after_s
         asyncio.get_running_loop().call_later(after_s, self._settle_some)
 
     def _settle_some(self) -> None:
         """Settle for a while, if this thread has not been busy."""
         now_s, unsettled = monotonic(), self.table.unsettled
-        is_busy = thread_time() - self._worked_s > BUSY_RATIO * (now_s - self._looked_s)
-        if not is_busy:
+        works = thread_time() - self._worked_s > BUSY_RATIO * (now_s - self._looked_s)
+        is_busy = works or now_s > self._look_at_s + LATE_S
+        self._busy_count = self._busy_count + 1 if is_busy else 0
+        if not is_busy or self._busy_count > BUSY_LOOKS_COUNT:
             self.settle_for(SLICE_S)
         self._looks = bool(unsettled)
         if unsettled:
