@@ -41,7 +41,7 @@ BUSY_RATIO = 0.5
 """A thread that works for more of its time has none to settle."""
 LATE_S = 0.01
 """Nor has one that comes later than this to what it wanted to do."""
-BUSY_LOOKS_COUNT = 200
+BUSY_LOOKS_COUNT = 40
 """After so many looks at which there was no time a slice is settled at each, so that nothing waits for ever."""
 
 
