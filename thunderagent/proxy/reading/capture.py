@@ -45,6 +45,9 @@ RESPONSES: Final = "/v1/responses"
 GENERATE: Final = "/generate"
 TOKENS: Final = "/inference/v1/generate"
 
+FLOAT_BYTES: Final = 32
+"""What a log probability takes that is decoded."""
+
 MAX_PENDING_BYTES: Final = 16 * 2**20
 """A stream with a longer event passes unchanged from then on."""
 
@@ -82,34 +85,38 @@ class Captured:
 
     @property
     def size_bytes(self) -> int:
-        """Size of what is not yet decoded, but the prompt."""
-        output = self.outputs.get(0)
-        return 0 if output is None else len(output.listed) + len(output.told)
+        """What it takes in memory, without `prompt_listed`."""
+        size_bytes = 0 if self.prompt is None else len(self.prompt)
+        for output in self.outputs.values():
+            size_bytes += len(output.listed) + len(output.told) + len(output.text) + FLOAT_BYTES * len(output.logprobs)
+        return size_bytes
 
     def read(self) -> Captured:
         """Decode what is not yet decoded."""
         if self.prompt_listed:
             listed, self.prompt_listed = self.prompt_listed, b""
-            self.prompt = self._text_of(listed)
+            try:
+                self.prompt = text_of_list(listed)
+            except UNREADABLE:
+                self.is_unreadable = True
+        self.read_outputs()
+        return self
+
+    def read_outputs(self) -> None:
+        """Decode what of the outputs is not yet decoded."""
         for output in self.outputs.values():
             if output.listed:
                 listed, output.listed = output.listed, b""
-                text = self._text_of(listed)
-                output.text = output.text + text if output.text else text
+                try:
+                    output.text += text_of_list(listed)
+                except UNREADABLE:
+                    self.is_unreadable = True
             if output.told:
                 told, output.told = output.told, b""
                 try:
                     _read_logprobs(output, told)
                 except UNREADABLE:
                     self.is_unreadable = True
-        return self
-
-    def _text_of(self, listed: bytes) -> bytes:
-        try:
-            return text_of_list(listed)
-        except UNREADABLE:
-            self.is_unreadable = True
-            return b""
 
 
 # --- what is asked
@@ -439,7 +446,7 @@ class Capture:
                 return self._take_usual(usual, logprobs, ids)
         if self._ids or self._logprobs:
             self._read_usual()
-            self.kept.read()
+            self.kept.read_outputs()
         data = data_of(event)
         if not data or data == b"[DONE]":
             return event
@@ -546,8 +553,8 @@ class Capture:
         return found
 
     def _read_prompt(self, ids: Raw) -> None:
-        if self.kept.prompt is None:
-            self.kept.prompt = text_of_list(bytes(ids))
+        if not self.kept.prompt_listed:
+            self.kept.prompt_listed = bytes(ids)
 
     def _read_spans(self, index: int, spans: list[Any] | None) -> None:
         if spans:
@@ -555,7 +562,7 @@ class Capture:
 
     def _read_sglext(self, sglext: bytes) -> None:
         read = read_sglext(sglext)
-        self.kept.prompt = text_of_list(bytes(read.input_ids)) if has_value(read.input_ids) else None
+        self.kept.prompt_listed = bytes(read.input_ids) if has_value(read.input_ids) else b""
         for index, ids in enumerate(read.output_ids or ()):
             self._output(index).text = text_of_list(bytes(ids))
 
@@ -585,7 +592,7 @@ class Capture:
         if read.index:  # several choices, or prompts: the last event has only one of them
             self.kept.is_unreadable = True
         meta, output = read.meta_info, self._output(0)
-        self.kept.prompt = None if read.prompt_token_ids is None else text_of_ids(read.prompt_token_ids)
+        self.kept.prompt_listed = bytes(read.prompt_token_ids) if has_value(read.prompt_token_ids) else b""
         output.text = text_of_ids(read.output_ids or ())
         output.logprobs = [row[0] for row in meta.output_token_logprobs or ()]
         output.finish = str(meta.finish_reason.get("type", "")) if meta.finish_reason else ""

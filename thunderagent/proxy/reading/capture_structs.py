@@ -60,7 +60,7 @@ class _Generated(Struct):
     meta_info: Meta
     index: int = 0
     output_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
+    prompt_token_ids: Raw = Raw()
 
 
 class _Message(Struct):

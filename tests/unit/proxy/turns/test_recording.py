@@ -38,10 +38,14 @@ def answer(prompt: list[int], output: list[int]) -> bytes:
     return json.dumps(said, separators=(",", ":")).encode()
 
 
-def taken(entry: Entry, prompt: list[int], output: list[int]) -> Taken:
+def taken(entry: Entry, prompt: list[int], output: list[int], *, streams: bool = False) -> Taken:
     """Return a turn that has ended so."""
-    capture = Capture("vllm", CHAT, OURS, streams=False)
-    capture.take_whole(answer(prompt, output))
+    capture = Capture("vllm", CHAT, OURS, streams=streams)
+    if streams:
+        capture.feed(b"data: %b\n\n" % answer(prompt, output).replace(b'"message"', b'"delta"'))
+        capture.rest()
+    else:
+        capture.take_whole(answer(prompt, output))
     turn = Turn(seq=0, tries_count=1, outcome="finished")
     return Taken(entry, turn, capture.kept, has_answers=True, logprobs=True)
 
@@ -88,14 +92,15 @@ def test_what_is_settled_later_is_what_was_said(turns: list[tuple[int, list[int]
         assert entries[0].rollout == entries[1].rollout
 
 
-def test_of_prompts_that_go_on_only_what_is_new_waits() -> None:
+@pytest.mark.parametrize("streams", [False, True])
+def test_of_prompts_that_go_on_only_what_is_new_waits(streams: bool) -> None:
     """Else a conversation of n turns would wait with n² tokens."""
     table = new_table()
     entry, prompt = begun(table), list(range(10_000))
     sizes = []
     for _ in range(5):
         prompt = [*prompt, 7]
-        one = taken(entry, prompt, [7])
+        one = taken(entry, prompt, [7], streams=streams)
         sizes.append(one.size_bytes)
         table.take(entry, one, one.size_bytes)
     assert sizes[0] > 40_000
