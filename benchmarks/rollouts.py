@@ -5,6 +5,9 @@ run, each round in the other direction. The programs are conversations of eight 
 each prompt begins with all tokens before it, each answer has 40 tokens, and the last turn ends its program, so what is
 packed at the end is part of the cost. The engine says ids and log probabilities only if it is asked, spelt as vLLM
 spells them. Ratios are of pairs in the same round, with their 95 % intervals.
+
+What a proxy settles when the load has ended is waited for, and counts as processor time (`settle_us`, part of
+`cpu_us`), but not in turns/s: with rounds that are longer than what may wait lasts (`--seconds 30`) these have it, too.
 """
 
 from __future__ import annotations
@@ -224,6 +227,10 @@ async def measure(args: argparse.Namespace) -> Json:
                     counted = Counted(requests_of(turns, port, number, stream=load == "stream"))
                     began_s = cpu_s(pid)
                     figures = await drive(port, counted, connections_count=16, warmup_s=0.5, measure_s=args.seconds)
+                    loaded_s = cpu_s(pid)
+                    while await unsettled_bytes(port):
+                        await asyncio.sleep(0.2)
+                    figures["settle_us"] = (cpu_s(pid) - loaded_s) / counted.count * 1e6
                     figures["cpu_us"] = (cpu_s(pid) - began_s) / counted.count * 1e6
                     runs.setdefault(f"{name} {load}", []).append(figures)
                     print(f"{name:9} {load:6} " + "  ".join(f"{key} {value:,.2f}" for key, value in figures.items()))
@@ -237,6 +244,11 @@ async def measure(args: argparse.Namespace) -> Json:
         "runs": runs,
         "summary": summary(runs),
     }
+
+
+async def unsettled_bytes(port: int) -> float:
+    """Return what a proxy has yet to settle."""
+    return (await recorded_count(port)).get("thunderagent_rollout_unsettled_bytes", 0.0)
 
 
 async def recorded_count(port: int) -> dict[str, float]:
@@ -262,6 +274,7 @@ def summary(runs: dict[str, list[dict[str, float]]]) -> dict[str, float]:
             title = f"{name.replace(' ', '_')}_{load}"
             found |= of_ratios(f"{title}_ratio", [on["requests_per_s"] / its["requests_per_s"] for on, its in pairs])
             found |= of_ratios(f"{title}_cpu_ratio", [on["cpu_us"] / its["cpu_us"] for on, its in pairs])
+            found[f"{title}_settle_us"] = median(on["settle_us"] for on, _ in pairs)
             added_us = median(on["cpu_us"] - its["cpu_us"] for on, its in pairs)
             found[f"{title}_added_cpu_us"] = added_us
             if load == "stream":

@@ -328,6 +328,40 @@ async def test_client_that_leaves_a_stream_leaves_a_record() -> None:
         assert (await rollout(proxy.url, "a", "?view=samples"))["samples"] == []
 
 
+@pytest.mark.parametrize("goes_on", [False, True])
+async def test_engine_that_dies_in_mid_stream_loses_no_turn(goes_on: bool) -> None:
+    """What it had begun is recorded and bears no loss; a program that ends so is marked, one that goes on is not."""
+    part = {"logprobs": {"content": [{"logprob": -1.0}]}, "token_ids": [5], "finish_reason": None}
+    begun = event(
+        {"choices": [{"index": 0, "delta": {"content": " w5"}, **part}], "prompt_token_ids": [USER, 1, ASSISTANT]}
+    )
+    engine = TokenEngine()
+    has_died = False
+
+    async def dies_once(call: Call) -> None:
+        nonlocal has_died
+        if has_died:
+            await engine(call)
+            return
+        has_died = True
+        call.write(stream_head(), chunk(begun))
+        call.close()
+
+    async with fake_replica(dies_once) as replica, running_proxy(replica.url, **RECORDS) as proxy:
+        broken = await chat(proxy.url, "a", [said("w1")], stream=True)
+        assert "error" in broken.body.decode()
+        if goes_on:
+            await chat(proxy.url, "a", [said("w1")], stream=True)
+        await post(proxy.url, "/programs/release", {"program_id": "a"})
+        found = await rollout(proxy.url, "a", "?wait_s=30")
+        assert (found["granted_count"], found["turns_count"]) == (1 + goes_on, 1 + goes_on)
+        first = found["turns"][0]
+        assert (first["verdict"], first["kept"], first["outputs"][0]["ids"]) == ("infrastructure_failed", False, [5])
+        samples = (await rollout(proxy.url, "a", "?view=samples"))["samples"]
+        assert found["mask_sample"] is not goes_on
+        assert [sample["ids"][-2:] for sample in samples] == ([[100, 101]] if goes_on else [])
+
+
 async def test_client_reads_rollouts_in_the_shapes_of_trainers() -> None:
     """The SDK returns what each takes: the same tokens, masks and log probabilities."""
     async with fake_replica(TokenEngine()) as replica, running_proxy(replica.url, **RECORDS) as proxy:

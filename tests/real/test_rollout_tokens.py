@@ -1,8 +1,8 @@
-"""Every recorded token is the engine's own, whatever agents do: what a real vLLM's core got and made is written down.
+"""Every recorded token is the engine's own, whatever agents do: what a real engine's core got and made is written down.
 
 Programs use all APIs that are recorded, streamed and whole, some with tools, several choices, or log probabilities of
-their own. Clients leave in mid-turn, single turns are aborted, and weights are updated meanwhile. ROLLOUT_TURNS says
-how many turns there are; 20 of each program. `scripts/nightly tests` runs 10,000.
+their own. Clients leave in mid-turn, single turns are aborted, weights are updated and engines are killed meanwhile.
+ROLLOUT_TURNS says how many turns there are; 20 of each program. `scripts/nightly tests` runs 10,000.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import random
 import re
 from collections import Counter
-from contextlib import suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from tests.real.conftest import HIDDEN_SIZE, LAYERS, MAX_MODEL_LEN
 from tests.real.support import CHAT, COMPLETIONS, words
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
     from tests.real.conftest import RunProxy
@@ -36,7 +37,12 @@ Json = dict[str, Any]
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session")]
 
-TOKENS_PATH, RESPONSES = "/inference/v1/generate", "/v1/responses"
+TOKENS_PATH, RESPONSES, GENERATE = "/inference/v1/generate", "/v1/responses", "/generate"
+APIS = {
+    "vllm": ("chat", "tools", "completions", "ids", "tokens", "responses"),
+    "sglang": ("chat", "tools", "completions", "ids", "generate", "generate text"),
+}
+ENGINE_ARGS = {"vllm": ("--max-num-seqs", "16", "--enable-scale-out"), "sglang": ("--max-running-requests", "16")}
 TURNS_EACH_COUNT = 20
 AT_A_TIME_COUNT = 12
 REQUEST_ID = re.compile(r"r\d{7}x")
@@ -63,14 +69,20 @@ class Own:
 class Agent:
     """One program: a conversation in one API."""
 
-    def __init__(self, client: httpx2.AsyncClient, number: int, asked: dict[str, Asked]) -> None:
-        """Draw what it does by its number."""
+    def __init__(
+        self, client: httpx2.AsyncClient, number: int, asked: dict[str, Asked], kind: str = "vllm", tries_count: int = 3
+    ) -> None:
+        """Draw what it does by its number, on an engine of a kind; send a turn up to `tries_count` times."""
         self._client = client
+        self._kind = kind
+        self._tries_count = tries_count
+        self.was_cut = False
+        """Whether it gave up after a turn to which it did nothing, and that failed."""
         self._asked = asked
         self._rng = random.Random(number)
         self.program_id = f"p{number}"
         self._number = number
-        self._api = ("chat", "tools", "completions", "ids", "tokens", "responses")[number % 6]
+        self._api = APIS[kind][number % 6]
         self._messages: list[Json] = []
         self._text = ""
         self._ids = [50 + number % 1000]
@@ -79,9 +91,14 @@ class Agent:
         """Do its turns, and release."""
         for number in range(turns_count):
             self._extend(words(self._rng.randrange(4, 12), seed=1000 * self._number + number))
-            for _ in range(3):
-                if await self._turn(self._rng.choices(("well", "leaves", "aborted"), (90, 5, 5))[0]):
+            is_answered, how = False, ""
+            for _ in range(self._tries_count):
+                how = self._rng.choices(("well", "leaves", "aborted"), (90, 5, 5))[0]
+                if is_answered := await self._turn(how):
                     break
+            if self._tries_count == 1 and not is_answered and how == "well":
+                self.was_cut = True
+                break
         await self._client.post("/programs/release", json={"program_id": self.program_id})
 
     def _extend(self, text: str) -> None:
@@ -93,10 +110,16 @@ class Agent:
         count = self._rng.randrange(3, 10)
         sampling = {"temperature": 1.0, "ignore_eos": True, "min_tokens": count, "max_tokens": count}
         body: Json = {"model": MODEL_NAME, "stream": streams}
+        if self._kind == "sglang":
+            body["rid"] = request_id
+        if self._api.startswith("generate"):
+            of_its_own = {"temperature": 1.0, "ignore_eos": True, "min_new_tokens": count, "max_new_tokens": count}
+            prompt = {"input_ids": self._ids} if self._api == "generate" else {"text": self._text}
+            return GENERATE, {**body, **prompt, "sampling_params": of_its_own}
         if self._api in ("chat", "tools"):
             body |= {**sampling, "messages": self._messages}
             body |= {"tools": [TOOL], "tool_choice": "none"} if self._api == "tools" else {}
-            body |= {"n": 2} if self._rng.random() < 0.05 else {}
+            body |= {"n": 2} if self._kind == "vllm" and self._rng.random() < 0.05 else {}
             body |= {"logprobs": True} if self._rng.random() < 0.1 else {}
             return CHAT, body
         if self._api == "completions":
@@ -121,7 +144,10 @@ class Agent:
         if how == "leaves":
             sent.cancel()
         elif how == "aborted":
-            await self._client.post("/abort_requests", json={"request_ids": [request_id]})
+            if self._kind == "vllm":
+                await self._client.post("/abort_requests", json={"request_ids": [request_id]})
+            else:
+                await self._client.post("/abort_request", json={"rid": request_id})
         try:
             answered = await sent
         except (asyncio.CancelledError, httpx2.HTTPError):
@@ -146,6 +172,10 @@ class Agent:
                 finish = found.get("status") or finish
                 texts = [each.get("text", "") for out in found.get("output") or () for each in out.get("content") or ()]
                 text = "".join(texts) or text
+                continue
+            if path == GENERATE:  # each event has all so far
+                text, ids = part.get("text") or "", part.get("output_ids") or []
+                finish = ((part.get("meta_info") or {}).get("finish_reason") or {}).get("type", "")
                 continue
             for choice in part.get("choices") or ():
                 if choice.get("index"):
@@ -209,70 +239,154 @@ async def all_ended(client: httpx2.AsyncClient, programs_count: int) -> list[Jso
     return found
 
 
-async def update_weights(client: httpx2.AsyncClient, until: asyncio.Event) -> int:
+async def update_weights(client: httpx2.AsyncClient, until: asyncio.Event, kind: str) -> int:
     """Pause, name new weights, and go on, now and then; turns in flight are kept. Return how often."""
     count = 0
     while not until.is_set():
         with suppress(TimeoutError):
             await asyncio.wait_for(until.wait(), 3)
-        await client.post("/pause?mode=keep&clear_cache=false")
         count += 1
+        if kind == "vllm":
+            await client.post("/pause?mode=keep&clear_cache=false")
+        else:
+            await client.post("/pause_generation", json={"mode": ("in_place", "retract")[count % 2]})
         await client.post("/weight_sync/begin")
-        await client.post("/resume")
+        await client.post("/resume" if kind == "vllm" else "/continue_generation", json={})
         await client.post("/weight_sync/end", json={"weight_version": str(count), "cache_cleared": False})
     return count
 
 
+@asynccontextmanager
+async def tapped(kind: str, folder: Path, count: int = 1) -> AsyncIterator[dict[RealEngine, Path]]:
+    """Run engines of a kind, each of which writes its own tokens into the file beside it."""
+    (plugin := folder / "plugin").mkdir()
+    token_tap.install(plugin)
+    taps = {
+        RealEngine(
+            RealEngineConfig(
+                engine=kind,
+                hidden_size=HIDDEN_SIZE,
+                layers=LAYERS,
+                pool_blocks=500 if kind == "vllm" else 16_000,
+                block_size=32 if kind == "vllm" else 1,
+                max_model_len=MAX_MODEL_LEN,
+                port=port,
+                core=None,
+                ready_timeout_s=600,
+                extra_args=ENGINE_ARGS[kind],
+                extra_variables=(("PYTHONPATH", str(plugin)), ("TOKEN_TAP", str(folder / f"tap-{number}.jsonl"))),
+            )
+        ): folder / f"tap-{number}.jsonl"
+        for number, port in enumerate(free_ports(count))
+    }
+    async with AsyncExitStack() as stack:
+        for engine in taps:
+            await stack.enter_async_context(engine)
+        yield taps
+
+
+async def replica_ids(client: httpx2.AsyncClient) -> dict[str, str]:
+    """Return the id of each replica, by its URL."""
+    return {each["url"].rstrip("/"): each["replica_id"] for each in (await client.get("/replicas")).json()["replicas"]}
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(7200, func_only=True)
-async def test_every_recorded_token_is_the_engines_own(vllm: None, run_proxy: RunProxy, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_every_recorded_token_is_the_engines_own(
+    kind: str, run_proxy: RunProxy, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """No difference, none lost, and what must not be trained on is in no sample."""
+    request.getfixturevalue(kind)
     turns_count = int(os.environ.get("ROLLOUT_TURNS", "10000"))
     programs_count = max(6, turns_count // TURNS_EACH_COUNT)
-    (plugin := tmp_path / "plugin").mkdir()
-    token_tap.install(plugin)
-    tap = tmp_path / "tap.jsonl"
-    config = RealEngineConfig(
-        hidden_size=HIDDEN_SIZE,
-        layers=LAYERS,
-        max_model_len=MAX_MODEL_LEN,
-        port=free_ports(1)[0],
-        core=None,
-        extra_args=("--max-num-seqs", "16", "--enable-scale-out"),
-        extra_variables=(("PYTHONPATH", str(plugin)), ("TOKEN_TAP", str(tap))),
-    )
     asked: dict[str, Asked] = {}
     async with (
-        RealEngine(config) as engine,
-        run_proxy((engine,), "--rollouts", "logprobs") as proxy,
+        tapped(kind, tmp_path) as taps,
+        run_proxy(tuple(taps), "--rollouts", "logprobs") as proxy,
         httpx2.AsyncClient(base_url=proxy.url, timeout=600, limits=httpx2.Limits(max_connections=None)) as client,
     ):
-        agents = [Agent(client, number, asked) for number in range(programs_count)]
-        waiting, over = iter(agents), asyncio.Event()
-        updates = asyncio.create_task(update_weights(client, over))
-
-        async def work() -> None:
-            for agent in waiting:
-                await agent.run(turns_count // programs_count)
-
-        await asyncio.gather(*(work() for _ in range(AT_A_TIME_COUNT)))
+        agents = [Agent(client, number, asked, kind) for number in range(programs_count)]
+        over = asyncio.Event()
+        updates = asyncio.create_task(update_weights(client, over, kind))
+        await run_all(agents, turns_count // programs_count)
         over.set()
-        updates_count = await updates
-        found = await all_ended(client, programs_count)
-        sampled = {each["program_id"]: each["samples"] for each in await rollouts_of(client, "samples")}
+        print(f"{await updates} updates of weights")
+        await check_all(client, agents, asked, taps, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600, func_only=True)
+async def test_engines_that_are_killed_lose_no_turn(vllm: None, run_proxy: RunProxy, tmp_path: Path) -> None:
+    """Turns that one had begun to answer are marked, others run elsewhere; each has a record, and no token is wrong."""
+    kills_count, programs_count = int(os.environ.get("ROLLOUT_KILLS", "4")), 36
+    asked: dict[str, Asked] = {}
+    async with (
+        tapped("vllm", tmp_path, 2) as taps,
+        run_proxy(tuple(taps), "--rollouts", "logprobs") as proxy,
+        httpx2.AsyncClient(base_url=proxy.url, timeout=600, limits=httpx2.Limits(max_connections=None)) as client,
+    ):
+        agents = list[Agent]()
+        for number in range(kills_count):
+            engine = list(taps)[number % 2]
+            new = [Agent(client, len(agents) + each, asked, tries_count=1) for each in range(programs_count)]
+            agents += new
+            running = asyncio.create_task(run_all(new, TURNS_EACH_COUNT // 2))
+            sent_count = len(asked)
+            async with asyncio.timeout(300):
+                while len(asked) < sent_count + AT_A_TIME_COUNT + 10 * number:
+                    await asyncio.sleep(0.01)
+            await engine.kill()
+            await engine.start()
+            await running
+        cut = {agent.program_id for agent in agents if agent.was_cut}
+        assert cut
+        await check_all(client, agents, asked, taps, tmp_path)
+        for each in await rollouts_of(client, "summary"):
+            if each["program_id"] in cut:
+                assert each["mask_sample"], each
+        print(f"{kills_count} engines killed, {len(cut)} programs ended by that")
+
+
+async def run_all(agents: list[Agent], turns_count: int) -> None:
+    """Run programs, some at a time."""
+    waiting = iter(agents)
+
+    async def work() -> None:
+        for agent in waiting:
+            await agent.run(turns_count)
+
+    await asyncio.gather(*(work() for _ in range(AT_A_TIME_COUNT)))
+
+
+async def check_all(
+    client: httpx2.AsyncClient,
+    agents: list[Agent],
+    asked: dict[str, Asked],
+    taps: dict[RealEngine, Path],
+    folder: Path,
+) -> None:
+    """Compare all that was recorded with what the engines wrote down, and print the counts."""
+    found = await all_ended(client, len(agents))
+    sampled = {each["program_id"]: each["samples"] for each in await rollouts_of(client, "samples")}
     kept = {"found": found, "sampled": sampled, "asked": {key: asdict(each) for key, each in asked.items()}}
-    (tmp_path / "rollouts.json").write_text(json.dumps(kept))  # beside tap.jsonl, for who looks into a failure
-    counts, lost = compare(found, sampled, asked, own_tokens(tap))
-    print(f"{len(asked)} turns sent, {updates_count} updates of weights")
+    (folder / "rollouts.json").write_text(json.dumps(kept))  # beside the taps, for who looks into a failure
+    ids = await replica_ids(client)
+    own = {ids[engine.url]: own_tokens(tap) for engine, tap in taps.items()}
+    counts, lost = compare(found, sampled, asked, own)
+    print(f"{len(asked)} turns sent")
     for name, count in sorted(counts.items()):
         print(f"{count:9,} {name}")
     assert not lost
 
 
 def compare(
-    found: list[Json], sampled: dict[str, list[Json]], asked: dict[str, Asked], own: dict[str, dict[int, Own]]
+    found: list[Json],
+    sampled: dict[str, list[Json]],
+    asked: dict[str, Asked],
+    own: dict[str, dict[str, dict[int, Own]]],
 ) -> tuple[Counter[str], set[str]]:
-    """Compare all recorded tokens with the engine's own; return what was compared, and what the engine got in vain."""
+    """Compare all recorded tokens with each engine's own; return what was compared, and what engines got in vain."""
     seen, counts = set[str](), Counter[str]()
     for each in found:
         assert each["granted_count"] == each["turns_count"], each["program_id"]
@@ -280,7 +394,8 @@ def compare(
         for turn, prompt in zip(each["turns"], whole_prompts(each["turns"]), strict=True):
             request_id = named(turn["request_id"])
             seen.add(request_id)
-            trained += check_turn(turn, prompt, asked[request_id], own.get(request_id, {}), counts)
+            engines_own = own.get(turn["replica_id"], {}).get(request_id, {})
+            trained += check_turn(turn, prompt, asked[request_id], engines_own, counts)
         bearing = Counter(
             token
             for sample in sampled[each["program_id"]]
@@ -290,8 +405,9 @@ def compare(
         assert bearing == Counter(trained), each["program_id"]
         counts["programs"] += 1
         counts["programs to train on"] += not each["mask_sample"]
-    counts["requests in the engine"] = len(own)
-    return counts, own.keys() - seen
+    in_engines = {request_id for each in own.values() for request_id in each}
+    counts["requests in engines"] = len(in_engines)
+    return counts, in_engines - seen
 
 
 def check_turn(turn: Json, prompt: list[int], asked: Asked, own: dict[int, Own], counts: Counter[str]) -> list[int]:
@@ -299,6 +415,7 @@ def check_turn(turn: Json, prompt: list[int], asked: Asked, own: dict[int, Own],
     counts["turns"] += 1
     counts[f"{turn['path']} {turn['link']}"] += 1
     counts[f"{turn['outcome']}, client {asked.how}"] += 1
+    counts["turns that ran on several replicas"] += turn["tries_count"] > 1
     if asked.had_answer:
         assert turn["kept"], turn
         assert turn["missing"] == ("no_logprobs" if turn["path"] == RESPONSES else ""), turn

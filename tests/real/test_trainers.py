@@ -1,22 +1,29 @@
-"""The released clients of trainers: SkyRL's `RemoteInferenceClient`, verifiers' `TrainClient`.
+"""The released clients of trainers, SkyRL's `RemoteInferenceClient` and verifiers' `TrainClient`; and trainers' types.
 
 The trainers themselves need GPUs; these clients are the part that talks to the proxy. Its engines are scripted.
 """
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import builtins
+import enum
 import json
 import os
+import typing
 from asyncio.subprocess import PIPE
 from contextlib import asynccontextmanager
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
+import pydantic
 import pytest
 
 from benchmarks.environments import RealEngineError, ensure_environment
 from tests.integration.support import post, until
 from tests.integration.trained_engine import continuation, trained_engines
+from thunderagent.client import rollouts
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -210,3 +217,131 @@ async def test_verifiers_client_is_one_program_for_each_trace(python: Path, tmp_
         assert min(len(engine.turns) for engine in engines) == 0  # both on the same replica
         answer = await post(proxy.url, "/finish_session?session_id=trace-1")
         assert answer.json()["released"] is True
+
+
+TYPES = (
+    "verl==0.9.1",
+    "skyrl==0.4.0",
+    "trl==1.16.0",
+    "verifiers==0.4.0",
+    "nemo-gym==0.7.0",
+    "rllm-model-gateway==0.1.0",
+)
+"""Of which only the sources are read: what they import needs GPUs, or other versions of Python."""
+
+
+@pytest.fixture(scope="module")
+def sources(require_real: Callable[[str], NoReturn], pytestconfig: pytest.Config) -> Path:
+    """Unpack their wheels, and return the folder."""
+    capture = pytestconfig.pluginmanager.getplugin("capturemanager")
+    install = (
+        "-m",
+        "pip",
+        "install",
+        "--no-cache-dir",
+        "--no-deps",
+        "--no-compile",
+        "--ignore-requires-python",
+        *TYPES,
+    )
+    try:
+        with capture.global_and_fixture_disabled():
+            python = ensure_environment("trainer-types", ["packaging"], "about 40 MB, half a minute", install)
+    except RealEngineError as error:
+        require_real(f"no trainers' packages: {error}")
+    return next(python.parent.parent.glob("lib/python*/site-packages"))
+
+
+def released(source: Path, *names: str) -> dict[str, Any]:
+    """Return classes of a file, by name, with its constants; `Any` stands for all else that it has or imports."""
+    found: dict[str, Any] = {**vars(typing), **vars(pydantic), **vars(enum)}
+    for node in ast.parse(source.read_text()).body:
+        is_constant = isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        if is_constant or (isinstance(node, ast.ClassDef) and node.name in names):
+            code = compile(ast.Module([node], []), str(source), "exec", dont_inherit=True)
+            found |= {name: Any for name in _named(code) if name not in found and not hasattr(builtins, name)}
+            exec(code, found)
+    return found
+
+
+def _named(code: CodeType) -> set[str]:
+    return {*code.co_names, *(name for each in code.co_consts if isinstance(each, CodeType) for name in each.co_names)}
+
+
+PLACE: dict[str, Any] = {"link": "root", "branch_id": "", "model": "m", "began_at": 1.0, "total_s": 0.5}
+TURNS: dict[str, Any] = {
+    "program_id": "p",
+    "turns": [
+        {
+            **PLACE,
+            "seq": number,
+            "request_id": f"r{number}",
+            "parent": number - 1,
+            "parent_choice": 0,
+            "shared_tokens": 3 * number,
+            "prompt_new_ids": [1, 2],
+            "kept": True,
+            "weights_after": "7",
+            "outputs": [{"ids": [5], "logprobs": [-0.5], "finish": "stop", "spans": []}],
+        }
+        for number in range(2)
+    ],
+}
+SAMPLES: dict[str, Any] = {
+    "program_id": "p",
+    "group_id": "g",
+    "verdict": "ok",
+    "mask_sample": False,
+    "lag_count": 0,
+    "samples": [
+        {
+            "turns": [0, 1],
+            "prompt_tokens": 2,
+            "ids": [1, 2, 5, 1, 2, 5],
+            "mask": [0, 0, 1, 0, 0, 1],
+            "logprobs": [0.0, 0.0, -0.5, 0.0, 0.0, -0.5],
+            "spans": [],
+            "finish": "stop",
+            "link": "root",
+        }
+    ],
+}
+
+
+def test_adapters_make_the_fields_of_the_released_types(sources: Path) -> None:
+    """Each row is taken by the class itself, with no field that it does not have."""
+    of_verl = released(sources / "verl/experimental/agent_loop/agent_loop.py", "AgentLoopMetrics", "AgentLoopOutput")
+    of_verifiers = released(sources / "verifiers/v1/types.py", "TurnTokens")
+    of_gym = released(sources / "nemo_gym/token_id_capture/records.py", "ParentResolutionStatus", "TokenEntry")
+    of_rllm = released(sources / "rllm_model_gateway/models.py", "TraceRecord")
+    for made, rows in (
+        (of_verl["AgentLoopOutput"], rollouts.for_verl(SAMPLES)),
+        (of_verifiers["TurnTokens"], rollouts.for_verifiers(TURNS)),
+        (of_gym["TokenEntry"], rollouts.for_nemo_gym(TURNS)),
+        (of_rllm["TraceRecord"], rollouts.for_rllm(TURNS)),
+    ):
+        assert rows
+        for row in rows:
+            assert row.keys() <= made.model_fields.keys()
+            taken = made.model_validate(row)
+            assert {key: value for key, value in taken.model_dump().items() if key in row and key != "metrics"} == {
+                key: value for key, value in row.items() if key != "metrics"
+            }
+    assert rollouts.for_nemo_gym(TURNS)[1]["prompt_token_ids"] == [1, 2, 5, 1, 2]
+
+
+def test_adapters_make_the_keys_that_trainers_read(sources: Path) -> None:
+    """Where a trainer takes a dict: SkyRL names all keys, TRL those that must be there."""
+    tree = ast.parse((sources / "skyrl/train/generators/base.py").read_text())
+    (output,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "GeneratorOutput"]
+    keys = {
+        node.target.id for node in output.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    made = rollouts.for_skyrl([SAMPLES])
+    assert made.keys() - keys == {"program_ids"}
+    without = {**SAMPLES, "samples": [{**SAMPLES["samples"][0], "logprobs": None}]}
+    assert rollouts.for_skyrl([without])["rollout_logprobs"] is None
+    trainer = (sources / "trl/trainer/grpo_trainer.py").read_text()
+    assert 'required_keys = {"prompt_ids", "completion_ids", "logprobs"}' in trainer
+    assert 'extra_fields.pop("env_mask"' in trainer
+    assert {"prompt_ids", "completion_ids", "logprobs", "env_mask"} <= rollouts.for_trl([SAMPLES]).keys()

@@ -92,7 +92,7 @@ def _lines(proxy: str, path: str) -> Iterator[bytes]:
 
 
 def for_verl(found: Rollout) -> list[Row]:
-    """Return fields of verl's `AgentLoopOutput` (0.8), one dict for each sample."""
+    """Return fields of verl's `AgentLoopOutput` (0.9), one dict for each sample; its `metrics` are verl's defaults."""
     return [
         {
             "prompt_ids": sample["ids"][: sample["prompt_tokens"]],
@@ -100,14 +100,15 @@ def for_verl(found: Rollout) -> list[Row]:
             "response_mask": sample["mask"][sample["prompt_tokens"] :],
             "response_logprobs": _response(sample, "logprobs"),
             "num_turns": 2 * len(sample["turns"]),
+            "metrics": {},
             "extra_fields": _extra(found, sample),
         }
         for sample in found["samples"]
     ]
 
 
-def for_skyrl(found: Iterable[Rollout]) -> dict[str, list[Any]]:
-    """Return fields of SkyRL's `GeneratorOutput` (0.3), one row for each sample; add its `rewards`.
+def for_skyrl(found: Iterable[Rollout]) -> dict[str, list[Any] | None]:
+    """Return fields of SkyRL's `GeneratorOutput` (0.4), one row for each sample; add its `rewards`.
 
     The last sample of a program is its last step. `program_ids` says whose each row is: SkyRL's own `TrajectoryID` is
     made of it.
@@ -118,7 +119,7 @@ def for_skyrl(found: Iterable[Rollout]) -> dict[str, list[Any]]:
         "prompt_token_ids": [sample["ids"][: sample["prompt_tokens"]] for _, sample in rows],
         "response_ids": [_response(sample, "ids") for _, sample in rows],
         "loss_masks": [_response(sample, "mask") for _, sample in rows],
-        "rollout_logprobs": logprobs if all(each is not None for each in logprobs) else [],
+        "rollout_logprobs": logprobs if all(each is not None for each in logprobs) else None,
         "stop_reasons": [sample["finish"] for _, sample in rows],
         "is_last_step": [sample is each["samples"][-1] for each, sample in rows],
         "program_ids": [each["program_id"] for each, _ in rows],
@@ -145,8 +146,57 @@ def for_verifiers(found: Rollout) -> list[Row]:
 
     Turns without tokens are left out, and so are attempts whose answer their client did not get.
     """
+    return [
+        {"prompt_ids": prompt, "completion_ids": output["ids"], "completion_logprobs": output["logprobs"] or []}
+        for _, prompt, output in _kept(found)
+    ]
+
+
+def for_nemo_gym(found: Rollout) -> list[Row]:
+    """Return fields of NeMo Gym's `TokenEntry` (0.7), one dict for each turn of a rollout that has `turns`.
+
+    Its rollout is the program, its model call our request. Otherwise as `for_verifiers`.
+    """
+    return [
+        {
+            "rollout_id": found["program_id"],
+            "model_call_id": turn["request_id"],
+            "model": turn["model"],
+            "prompt_token_ids": prompt,
+            "generation_token_ids": output["ids"],
+            "generation_log_probs": output["logprobs"] or [],
+            "created_at": turn["began_at"],
+        }
+        for turn, prompt, output in _kept(found)
+    ]
+
+
+def for_rllm(found: Rollout) -> list[Row]:
+    """Return fields of rLLM's `TraceRecord` (rllm-model-gateway 0.1), one dict for each turn of a rollout with `turns`.
+
+    Its session is the program. Otherwise as `for_verifiers`.
+    """
+    return [
+        {
+            "trace_id": turn["request_id"],
+            "session_id": found["program_id"],
+            "model": turn["model"],
+            "prompt_token_ids": prompt,
+            "completion_token_ids": output["ids"],
+            "logprobs": output["logprobs"],
+            "finish_reason": output["finish"] or None,
+            "latency_ms": turn["total_s"] * 1000,
+            "token_counts": {"prompt": len(prompt), "completion": len(output["ids"])},
+            "timestamp": turn["began_at"],
+            "metadata": {"link": turn["link"], "weights": turn["weights_after"], "branch_id": turn["branch_id"]},
+        }
+        for turn, prompt, output in _kept(found)
+    ]
+
+
+def _kept(found: Rollout) -> Iterator[tuple[Row, list[int], Row]]:
+    """Yield each output that its client got, with its turn and the whole prompt."""
     whole: dict[tuple[int, int], list[int]] = {}
-    rows = []
     for turn in found["turns"]:
         before = whole.get((turn["parent"], turn["parent_choice"]), [])
         prompt = before[: turn["shared_tokens"]] + turn["prompt_new_ids"]
@@ -154,14 +204,7 @@ def for_verifiers(found: Rollout) -> list[Row]:
         for choice, output in enumerate(turn["outputs"]):
             whole[turn["seq"], choice] = prompt + output["ids"]
             if turn["kept"]:
-                rows.append(
-                    {
-                        "prompt_ids": prompt,
-                        "completion_ids": output["ids"],
-                        "completion_logprobs": output["logprobs"] or [],
-                    }
-                )
-    return rows
+                yield turn, prompt, output
 
 
 def for_slime(found: Rollout) -> list[Row]:

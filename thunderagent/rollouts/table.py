@@ -7,7 +7,11 @@ silently shorter.
 
 A program's rollout ends with the last of its turns: one that is still under way when the program ends is waited for.
 
-The table knows no clock and no thread. `to_pack` returns work that its owner does wherever it wants, and reports.
+A turn is *taken* at its end, which costs almost nothing, and *settled* later: its tokens are decoded, compared with
+earlier ones, and packed. Its program's turns are settled together, in their order, before anything of them is read.
+
+The table knows no clock and no thread. Its owner settles when there is time, or what is taken is too much. `to_pack`
+returns work that its owner does wherever it wants, and reports.
 """
 
 # compiled: each recorded turn passes here
@@ -15,7 +19,7 @@ The table knows no clock and no thread. `to_pack` returns work that its owner do
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 from msgspec.structs import replace
 
@@ -27,6 +31,12 @@ from thunderagent.rollouts.tokens import UNREADABLE, in_planes, packed_text
 
 PACKED_FROM_BYTES: Final = 128 * 1024
 """So many bytes of a program's records are packed, unless they go to disk: there all are."""
+
+MOST_TAKEN_BYTES: Final = 64 * 2**20
+"""Of all turns that are not yet settled; or a quarter of the memory for rollouts, if that is less."""
+
+TAKEN_OF_ONE_BYTES: Final = 2**20
+"""The same of one program."""
 
 ENTRY_BYTES: Final = 2048
 """What an entry without turns is taken to need."""
@@ -63,8 +73,13 @@ class Entry:
         "lineage",
         "lost_count",
         "rollout",
+        "settled_prompt",
         "size_bytes",
         "stored",
+        "taken",
+        "taken_bytes",
+        "taken_count",
+        "taken_prompt",
         "verdict",
         "was_read",
     )
@@ -88,11 +103,20 @@ class Entry:
         """Outcome and time of its end, if turns are still under way."""
         self.lost_count = 0
         """Turns that will have no record."""
+        self.taken: list[Any] = []
+        """Turns that have ended, and are not yet settled. Each has `turn`, `has_answers`, and `answered(entry)`."""
+        self.taken_bytes = 0
+        self.taken_count = 0
+        """Turns that were ever taken."""
+        self.taken_prompt = b""
+        """The prompt of the last one of `taken`, as its engine listed it, without the bracket at its end."""
+        self.settled_prompt = b""
+        """The same of the last one that was settled, while they are."""
 
     @property
     def is_under_way(self) -> bool:
         """Whether an engine got a turn that has no record yet."""
-        return self.rollout.granted_count > self.rollout.turns_count + self.lost_count
+        return self.rollout.granted_count > self.taken_count + self.lost_count
 
     def measure(self) -> int:
         """Return its size in memory now, in bytes."""
@@ -100,7 +124,7 @@ class Entry:
         blocks_bytes = 0
         for block in self.blocks:
             blocks_bytes += len(block)
-        return ENTRY_BYTES + self.frames_bytes + blocks_bytes + lineage_bytes
+        return ENTRY_BYTES + self.frames_bytes + blocks_bytes + lineage_bytes + self.taken_bytes
 
 
 class Table:
@@ -111,6 +135,7 @@ class Table:
         self._memory_bytes = memory_bytes
         self._keep_s = keep_s
         self._turns_count = turns_count
+        self.most_taken_bytes = min(MOST_TAKEN_BYTES, memory_bytes // 4)
         self._live: dict[str, Entry] = {}
         self._ended: dict[int, Entry] = {}
         """By their number, the oldest first."""
@@ -119,9 +144,15 @@ class Table:
         self._dropped: dict[str, str] = {}
         self._ended_count = 0
         self.size_bytes = 0
+        self.unsettled: dict[int, Entry] = {}
+        """Entries with turns that are not yet settled, by identity; that which waits longest first."""
+        self.taken_bytes = 0
+        """What such turns take in memory, beyond which they are settled at once."""
         self.links: dict[str, int] = {}
         self.incomplete_count = 0
         """Turns without tokens so far."""
+        self.unsaid: list[Turn] = []
+        """Those whose client got its answer, until the owner has taken notice."""
         self.dropped_count = 0
 
     # --- what happens
@@ -144,13 +175,56 @@ class Table:
             self.size_bytes += entry.size_bytes
         return entry
 
+    def take(self, entry: Entry, taken: Any, size_bytes: int) -> bool:
+        """Take a turn that has ended; return whether its owner has something to do."""
+        if entry.rollout.ended:  # another generation took its place
+            return False
+        is_first = not self.unsettled
+        entry.taken.append(taken)
+        entry.taken_count += 1
+        entry.taken_bytes += size_bytes
+        entry.size_bytes += size_bytes
+        self.size_bytes += size_bytes
+        self.taken_bytes += size_bytes
+        self.unsettled[id(entry)] = entry
+        if entry.ending is not None and not entry.is_under_way:
+            self._end(entry, *entry.ending)
+            return True
+        return is_first or entry.taken_bytes > TAKEN_OF_ONE_BYTES or self.taken_bytes > self.most_taken_bytes
+
+    def settle(self, entry: Entry) -> list[Exception]:
+        """Settle the turns of a rollout; return what went wrong: such turns have no record."""
+        taken = entry.taken
+        failed: list[Exception] = []
+        if not taken:
+            return failed
+        self.unsettled.pop(id(entry), None)
+        self.taken_bytes -= entry.taken_bytes
+        self.size_bytes -= entry.taken_bytes
+        entry.size_bytes -= entry.taken_bytes
+        entry.taken, entry.taken_bytes, entry.taken_prompt = [], 0, b""
+        for each in taken:
+            try:
+                self._record(entry, each.turn, each.answered(entry), has_answers=each.has_answers)
+            except Exception as error:
+                entry.rollout.complete = False
+                failed.append(error)
+        entry.settled_prompt = b""
+        self._after(entry)
+        return failed
+
     def record(self, entry: Entry, turn: Turn, answered: Answered, *, has_answers: bool | None) -> None:
-        """Add a turn that has ended."""
-        rollout = entry.rollout
-        if rollout.ended:  # another generation took its place
+        """Add a turn that has ended, and is settled."""
+        if entry.rollout.ended:  # another generation took its place
             return
+        entry.taken_count += 1
+        self._record(entry, turn, answered, has_answers=has_answers)
+        self._after(entry)
+
+    def _record(self, entry: Entry, turn: Turn, answered: Answered, *, has_answers: bool | None) -> None:
+        rollout = entry.rollout
         turn.seq = seq = rollout.turns_count
-        is_over = seq >= self._turns_count or self.size_bytes >= self._memory_bytes
+        is_over = seq >= self._turns_count or self.size_bytes - self.taken_bytes >= self._memory_bytes
         if is_over and not turn.missing:
             turn.missing = "too_large"
         if answered.prompt is not None and entry.lineage is not None and not is_over:
@@ -161,7 +235,7 @@ class Table:
         self.links[link] = self.links.get(link, 0) + 1
         links: dict[str, int] = rollout.links
         links[link] = links.get(link, 0) + 1
-        if turn.tries_count and turn.missing and turn.verdict != "agent_error":
+        if turn.tries_count and turn.missing and turn.kept and turn.verdict != "agent_error":
             rollout.complete = False
             self.incomplete_count += 1
         rollout.turns_count = seq + 1
@@ -177,7 +251,8 @@ class Table:
             frame = frame_of(turn)
             entry.frames.append(frame)
             entry.frames_bytes += len(frame)
-        self._after(entry)
+        if turn.missing and turn.kept:
+            self.unsaid.append(turn)
 
     def _place(self, lineage: Lineage, turn: Turn, answered: Answered, *, has_answers: bool | None) -> None:
         prompt = answered.prompt
@@ -211,8 +286,10 @@ class Table:
 
     def _after(self, entry: Entry) -> None:
         """Measure a rollout after a turn, and end it if that was the last one of a program that has ended."""
-        if entry.ending is not None and not entry.is_under_way:
+        if entry.ending is not None and not entry.rollout.ended and not entry.is_under_way:
             self._end(entry, *entry.ending)
+        elif entry.rollout.ended:
+            entry.lineage = None
         self._measure(entry)
         self._make_room()
 
@@ -235,9 +312,10 @@ class Table:
         del self._live[rollout.program_id]
         self._ended_count += 1
         rollout.seq, rollout.ended, rollout.outcome, rollout.ended_at = self._ended_count, True, outcome, now_at
-        if rollout.granted_count > rollout.turns_count:
+        if rollout.granted_count > entry.taken_count:
             rollout.complete = False
-        entry.lineage = None
+        if not entry.taken:
+            entry.lineage = None
         self._keep(entry)
         self._expire(now_at)
         self._make_room()
@@ -286,7 +364,10 @@ class Table:
         if entry is None:
             return
         program_id = entry.rollout.program_id
+        self.unsettled.pop(id(entry), None)
+        self.taken_bytes -= entry.taken_bytes
         self.size_bytes -= entry.size_bytes
+        entry.taken, entry.taken_bytes = [], 0
         self.dropped_count += 1
         if self._last.get(program_id) == seq:
             del self._last[program_id]

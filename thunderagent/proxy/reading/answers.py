@@ -249,7 +249,7 @@ class StreamUsage:
     def _read_events(self, whole: bytes) -> bytes:
         """Read whole events, and return those that the client gets now."""
         self.events_count += whole.count(b"\ndata:") + whole.startswith(b"data:")  # a text may hold the word
-        if b"\r" in whole:
+        if whole.find(b"\r") >= 0:
             self.events_count += whole.count(b"\rdata:")
         self.last_events = whole
         self._reader.read(whole)

@@ -7,6 +7,8 @@ is, and its part of the answer stays. Of all that was added, the answer gets bac
 without it: `null`, or nothing. Bytes are only cut and replaced, at members found by their exact spelling: a quote
 within a text is escaped, so a quoted key with its colon is never part of a text.
 
+What an engine says in its usual spelling is only cut out here, and decoded when somebody wants it (`Captured.read`).
+
 A stream is edited event by event. An event that exists only because of what was asked is left out: SGLang's event of
 the ids, and chunks without text in which an engine would have sent nothing.
 
@@ -32,7 +34,6 @@ from thunderagent.proxy.reading.capture_structs import (
     read_response,
     read_response_event,
     read_sglext,
-    read_tokens,
 )
 from thunderagent.proxy.reading.json_splice import set_value
 from thunderagent.proxy.reading.sse import UNREADABLE, data_of, end_of_last_event, events_in
@@ -44,6 +45,9 @@ RESPONSES: Final = "/v1/responses"
 GENERATE: Final = "/generate"
 TOKENS: Final = "/inference/v1/generate"
 
+FLOAT_BYTES: Final = 32
+"""What a log probability takes that is decoded."""
+
 MAX_PENDING_BYTES: Final = 16 * 2**20
 """A stream with a longer event passes unchanged from then on."""
 
@@ -51,10 +55,13 @@ MAX_PENDING_BYTES: Final = 16 * 2**20
 class OutputRead:
     """One choice as the engine reported it; its tokens are text."""
 
-    __slots__ = ("finish", "logprobs", "spans", "text")
+    __slots__ = ("finish", "listed", "logprobs", "spans", "text", "told")
 
     def __init__(self) -> None:
         """Begin without tokens."""
+        self.listed = b""
+        """Tokens after those of `text`, and log probabilities (`told`), in JSON, not yet decoded."""
+        self.told = b""
         self.text = b""
         self.logprobs: list[float] = []
         self.finish = ""
@@ -64,15 +71,52 @@ class OutputRead:
 class Captured:
     """What an answer said of its tokens. `prompt` is their text, None if it did not say them."""
 
-    __slots__ = ("is_unreadable", "outputs", "prompt", "was_undone")
+    __slots__ = ("is_unreadable", "outputs", "prompt", "prompt_listed", "was_undone")
 
     def __init__(self) -> None:
         """Begin with nothing."""
         self.prompt: bytes | None = None
+        self.prompt_listed = b""
+        """The prompt in JSON, not yet decoded."""
         self.outputs: dict[int, OutputRead] = {}
         self.is_unreadable = False
         self.was_undone = True
         """Whether all that was added could be taken out."""
+
+    @property
+    def size_bytes(self) -> int:
+        """What it takes in memory, without `prompt_listed`."""
+        size_bytes = 0 if self.prompt is None else len(self.prompt)
+        for output in self.outputs.values():
+            size_bytes += len(output.listed) + len(output.told) + len(output.text) + FLOAT_BYTES * len(output.logprobs)
+        return size_bytes
+
+    def read(self) -> Captured:
+        """Decode what is not yet decoded."""
+        if self.prompt_listed:
+            listed, self.prompt_listed = self.prompt_listed, b""
+            try:
+                self.prompt = text_of_list(listed)
+            except UNREADABLE:
+                self.is_unreadable = True
+        self.read_outputs()
+        return self
+
+    def read_outputs(self) -> None:
+        """Decode what of the outputs is not yet decoded."""
+        for output in self.outputs.values():
+            if output.listed:
+                listed, output.listed = output.listed, b""
+                try:
+                    output.text += text_of_list(listed)
+                except UNREADABLE:
+                    self.is_unreadable = True
+            if output.told:
+                told, output.told = output.told, b""
+                try:
+                    _read_logprobs(output, told)
+                except UNREADABLE:
+                    self.is_unreadable = True
 
 
 # --- what is asked
@@ -101,7 +145,7 @@ class Asked:
 class _Ask:
     """How one API of an engine kind is asked: members to put into the body, and headers."""
 
-    __slots__ = ("headers", "ids", "logprobs", "nested")
+    __slots__ = ("begins", "headers", "ids", "logprobs", "names", "nested")
 
     def __init__(
         self,
@@ -116,6 +160,12 @@ class _Ask:
         self.headers = headers
         self.nested = nested
         """Whether the log probabilities are asked for within `sampling_params`."""
+        self.begins = b""
+        """What a body begins with that asks for both; empty if it is not so simple."""
+        self.names = b"", b""
+        if ids is not None and logprobs is not None and not nested:
+            self.begins = b'{"%b":%b,"%b":%b,' % (*logprobs, *ids)
+            self.names = b'"%b"' % ids[0], b'"%b"' % logprobs[0]
 
 
 _SGLEXT: Final = (
@@ -147,8 +197,11 @@ def ask(kind: str, path: str, body: bytes, *, logprobs: bool) -> Asked | None:
     `body` is a JSON object. A text that is to be echoed is not asked for: the engine would write another answer.
     """
     how = _ASKS.get((kind, path))
-    if how is None or (path == COMPLETIONS and _ECHO.search(body) is not None):
+    if how is None or (path == COMPLETIONS and body.find(b'"echo"') >= 0 and _ECHO.search(body) is not None):
         return None
+    of_ids, of_logprobs = how.names
+    if logprobs and of_ids and body.startswith(b'{"') and body.find(of_ids) < 0 and body.find(of_logprobs) < 0:
+        return Asked(how.begins + body[1:], how.headers, ids_added=True, logprobs_added=True)
     given, ids_added, logprobs_added = body, bool(how.headers), False
     if how.ids is not None:
         body = _with(body, how.ids[0], how.ids[1])
@@ -195,10 +248,13 @@ def _with_nested(body: bytes, name: bytes, value: bytes) -> bytes:
 _NULL: Final = b"null"
 _IDS_KEY: Final = b'"token_ids":['
 _PROMPT_KEY: Final = b'"prompt_token_ids":['
-_LOGPROBS_KEY: Final = b'"logprobs":{'
+_CHAT_LOGPROBS: Final = b'"logprobs":{"content":['
+_CHAT_LOGPROBS_END: Final = b'"top_logprobs":[]}]}'
+_TEXT_LOGPROBS: Final = b'"logprobs":{"text_offset":['
+_NO_LOGPROBS: Final = b'"logprobs":null'
 _REASON_KEY: Final = b',"finish_reason":"'
 _WEIGHTS_KEY: Final = b'"weight_versions":['
-"""Members of a whole answer, as vLLM spells and orders them: log probabilities, the reason, ids."""
+"""Members of a whole answer, as vLLM spells and orders them: log probabilities, reason, ids, the prompt's ids."""
 
 _USUAL_EVENT: Final = re.compile(
     rb'(?P<head>data: \{[^{}\[\]]*"choices":\[\{"index":0,"(?:delta":(?P<delta>\{.*\})|text":".*"),"logprobs":)'
@@ -275,7 +331,7 @@ class Capture:
         "_streams",
         "_takes_usual",
         "_takes_usual_whole",
-        "captured",
+        "kept",
     )
 
     def __init__(self, kind: str, path: str, asked: Asked, *, streams: bool) -> None:
@@ -292,7 +348,13 @@ class Capture:
         self._ids: list[bytes] = []
         """What usual events said, to be read together."""
         self._logprobs: list[bytes] = []
-        self.captured = Captured()
+        self.kept = Captured()
+        """What was said, as far as it is decoded."""
+
+    @property
+    def captured(self) -> Captured:
+        """What was said."""
+        return self.kept.read()
 
     # --- whole
 
@@ -304,46 +366,48 @@ class Capture:
         try:
             return self._edited(body) or b""
         except (*UNREADABLE, ValueError, OverflowError):
-            self.captured.is_unreadable = True
+            self.kept.is_unreadable = True
             return body
 
     def _take_usual_whole(self, body: bytes) -> bytes | None:
-        """Read an answer with one choice that is spelt as vLLM does; None if it is not, and must be decoded."""
-        start, prompt_start = body.find(_IDS_KEY), body.find(_PROMPT_KEY)
-        if start < 0 or prompt_start < 0 or body.find(_IDS_KEY, start + 1) >= 0:
+        """Take an answer with one choice that is spelt as vLLM does; None if it is not, and must be decoded.
+
+        Most of an answer is its two lists and the log probabilities: it is searched from its end, beside these.
+        """
+        prompt_start = body.rfind(_PROMPT_KEY)
+        start = body.rfind(_IDS_KEY, 0, max(0, prompt_start))
+        reason_start = body.rfind(_REASON_KEY, 0, max(0, start))
+        if prompt_start < 0 or start < 0 or reason_start < 0:
             return None
-        if body.find(_PROMPT_KEY, prompt_start + 1) >= 0 or _WEIGHTS_KEY in body:
+        end, prompt_end = body.find(b"]", start) + 1, body.find(b"]", prompt_start) + 1
+        # `find`, since `in` with bytes makes an exception on its way
+        if body.find(b'":[', prompt_end) >= 0 or body.find(b'":{', prompt_end) >= 0:
+            return None  # there may be more of what is looked for
+        if body.find(_PROMPT_KEY, end, prompt_start) >= 0 or body.find(_REASON_KEY, end, prompt_start) >= 0:
             return None
-        end, prompt_end = body.find(b"]", start), body.find(b"]", prompt_start)
-        reason_start, given_at = body.find(_REASON_KEY), body.find(_LOGPROBS_KEY)
-        if reason_start < 0 or reason_start > start or body.find(_REASON_KEY, reason_start + 1) >= 0:
+        if body.find(_WEIGHTS_KEY, reason_start, start) >= 0 or body.find(_WEIGHTS_KEY, end, prompt_start) >= 0:
             return None
-        reason_end = body.find(b'"', reason_start + len(_REASON_KEY))
-        output = OutputRead()
-        cuts = [(start + len(_IDS_KEY) - 1, end + 1), (prompt_start + len(_PROMPT_KEY) - 1, prompt_end + 1)]
-        try:
-            if given_at >= 0:
-                if given_at > reason_start or body.find(_LOGPROBS_KEY, given_at + 1) >= 0:
-                    return None
-                from_, to = given_at + len(_LOGPROBS_KEY) - 1, reason_start
-                _read_logprobs(output, body[from_:to])
-                if self._asked.logprobs_added:
-                    cuts.append((from_, to))
-            prompt, output.text = (
-                text_of_list(body[cuts[1][0] : prompt_end + 1]),
-                text_of_list(body[cuts[0][0] : end + 1]),
-            )
-        except UNREADABLE:
+        output, given_at = OutputRead(), reason_start
+        if not body.endswith(_NO_LOGPROBS, 0, reason_start):
+            key = _CHAT_LOGPROBS if self._path == CHAT else _TEXT_LOGPROBS
+            given_at = body.rfind(key, 0, reason_start)
+            if given_at < 0:
+                return None
+            is_one = self._path != CHAT or body.endswith(_CHAT_LOGPROBS_END, given_at, reason_start)
+            if not is_one and body.rfind(b']},"', given_at, reason_start) >= 0:  # another member follows
+                return None
+            given_at += len(b'"logprobs":')
+            output.told = body[given_at:reason_start]
+        if body.find(_IDS_KEY, 0, given_at) >= 0:  # of another choice
             return None
-        output.finish = body[reason_start + len(_REASON_KEY) : reason_end].decode()
-        self.captured.prompt, self.captured.outputs = prompt, {0: output}
-        cuts.sort()
-        parts: list[bytes] = []
-        at = 0
-        for from_, to in cuts:
-            parts.append(body[at:from_])
-            at = to
-        parts.append(body[at:])
+        reason_at, ids_at, prompt_at = reason_start + len(_REASON_KEY), start + len(_IDS_KEY), prompt_start
+        prompt_at += len(_PROMPT_KEY)
+        output.finish = body[reason_at : body.find(b'"', reason_at)].decode()
+        output.listed, self.kept.prompt_listed = body[ids_at - 1 : end], body[prompt_at - 1 : prompt_end]
+        self.kept.outputs[0] = output
+        if not output.told or not self._asked.logprobs_added:
+            return b"null".join((body[: ids_at - 1], body[end : prompt_at - 1], body[prompt_end:]))
+        parts = body[:given_at], body[reason_start : ids_at - 1], body[end : prompt_at - 1], body[prompt_end:]
         return b"null".join(parts)
 
     # --- streams
@@ -361,7 +425,7 @@ class Capture:
         end = end_of_last_event(data, max(0, len(self._carry) - 3))
         whole, self._carry = data[:end], data[end:]
         if len(self._carry) > MAX_PENDING_BYTES:
-            self._passes, self.captured.is_unreadable = True, True
+            self._passes, self.kept.is_unreadable = True, True
             whole, self._carry = data, b""
             return whole
         return b"".join([self._take_event(event) for event in events_in(whole)]) if whole else b""
@@ -382,13 +446,14 @@ class Capture:
                 return self._take_usual(usual, logprobs, ids)
         if self._ids or self._logprobs:
             self._read_usual()
+            self.kept.read_outputs()
         data = data_of(event)
         if not data or data == b"[DONE]":
             return event
         try:
             edited = self._edited(data)
         except (*UNREADABLE, ValueError, OverflowError):
-            self.captured.is_unreadable = True
+            self.kept.is_unreadable = True
             return event
         if edited is None:
             return b""
@@ -408,17 +473,13 @@ class Capture:
         return b"%snull%s}]}\n\n" % (usual["head"], tail)
 
     def _read_usual(self) -> None:
-        """Read the tokens of the usual events so far."""
+        """Keep the tokens of the usual events so far, to be decoded with the next that are not, or at the end."""
         ids, logprobs = self._ids, self._logprobs
-        self._ids, self._logprobs = [], []
-        try:
-            if ids:
-                output = self._output(0)
-                output.text = b"%b%b," % (output.text, b",".join(ids))
-            if logprobs:
-                self._output(0).logprobs += [each.logprob for each in read_tokens(b"[%b]" % b",".join(logprobs))]
-        except UNREADABLE:
-            self.captured.is_unreadable = True
+        if ids or logprobs:
+            self._ids, self._logprobs = [], []
+            output = self._output(0)
+            output.listed = b"[%b]" % b",".join(ids) if ids else b""
+            output.told = b'{"content":[%b]}' % b",".join(logprobs) if logprobs else b""
 
     def _edited(self, data: bytes) -> bytes | None:
         """Read a whole answer, or an event; return it edited, None for an event that is left out."""
@@ -449,7 +510,7 @@ class Capture:
         if self._streams and chunk.choices and self._is_only_ours(chunk.choices):
             return None
         if edits.failed:
-            self.captured.was_undone = False
+            self.kept.was_undone = False
         return edits.text()
 
     def _is_only_ours(self, choices: Sequence[Any]) -> bool:
@@ -486,14 +547,14 @@ class Capture:
         return _NULL if self._kind == "vllm" else None
 
     def _output(self, index: int) -> OutputRead:
-        found = self.captured.outputs.get(index)
+        found = self.kept.outputs.get(index)
         if found is None:
-            found = self.captured.outputs[index] = OutputRead()
+            found = self.kept.outputs[index] = OutputRead()
         return found
 
     def _read_prompt(self, ids: Raw) -> None:
-        if self.captured.prompt is None:
-            self.captured.prompt = text_of_list(bytes(ids))
+        if not self.kept.prompt_listed:
+            self.kept.prompt_listed = bytes(ids)
 
     def _read_spans(self, index: int, spans: list[Any] | None) -> None:
         if spans:
@@ -501,7 +562,7 @@ class Capture:
 
     def _read_sglext(self, sglext: bytes) -> None:
         read = read_sglext(sglext)
-        self.captured.prompt = text_of_list(bytes(read.input_ids)) if has_value(read.input_ids) else None
+        self.kept.prompt_listed = bytes(read.input_ids) if has_value(read.input_ids) else b""
         for index, ids in enumerate(read.output_ids or ()):
             self._output(index).text = text_of_list(bytes(ids))
 
@@ -526,12 +587,12 @@ class Capture:
         try:
             read = read_generated(data)
         except UNREADABLE:
-            self.captured.is_unreadable = True
+            self.kept.is_unreadable = True
             return
         if read.index:  # several choices, or prompts: the last event has only one of them
-            self.captured.is_unreadable = True
+            self.kept.is_unreadable = True
         meta, output = read.meta_info, self._output(0)
-        self.captured.prompt = None if read.prompt_token_ids is None else text_of_ids(read.prompt_token_ids)
+        self.kept.prompt_listed = bytes(read.prompt_token_ids) if has_value(read.prompt_token_ids) else b""
         output.text = text_of_ids(read.output_ids or ())
         output.logprobs = [row[0] for row in meta.output_token_logprobs or ()]
         output.finish = str(meta.finish_reason.get("type", "")) if meta.finish_reason else ""
@@ -554,7 +615,7 @@ class Capture:
 
     def _keep_response(self, read: Any, edits: _Edits) -> None:
         if has_value(read.input_messages):
-            self.captured.prompt = b"".join([text_of_ids(part.tokens) for part in read_messages(read.input_messages)])
+            self.kept.prompt = b"".join([text_of_ids(part.tokens) for part in read_messages(read.input_messages)])
             if self._asked.ids_added:
                 edits.replace(b"input_messages", read.input_messages, _NULL)
         if has_value(read.output_messages):
@@ -564,7 +625,7 @@ class Capture:
             if self._asked.ids_added:
                 edits.replace(b"output_messages", read.output_messages, _NULL)
         if edits.failed:
-            self.captured.was_undone = False
+            self.kept.was_undone = False
 
 
 def _read_logprobs(output: OutputRead, logprobs: Any) -> None:

@@ -60,7 +60,7 @@ class _Generated(Struct):
     meta_info: Meta
     index: int = 0
     output_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
+    prompt_token_ids: Raw = Raw()
 
 
 class _Message(Struct):
@@ -78,7 +78,6 @@ class _ResponseEvent(Struct):
     response: _Response | None = None
 
 
-read_tokens: Final = msgspec.json.Decoder(list[_Token]).decode
 read_logprobs: Final = msgspec.json.Decoder(_Logprobs).decode
 read_chunk: Final = msgspec.json.Decoder(_Chunk).decode
 read_sglext: Final = msgspec.json.Decoder(_Sglext).decode

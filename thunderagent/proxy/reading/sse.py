@@ -28,7 +28,7 @@ def end_of_last_event(data: bytes, start: int) -> int:
 
 def events_in(whole: bytes) -> Iterator[bytes]:
     """Yield whole events one by one, each with its blank line; a surplus line break may be yielded as the last."""
-    start, has_returns = 0, b"\r" in whole
+    start, has_returns = 0, whole.find(b"\r") >= 0  # `in` with bytes makes an exception on its way
     while start < len(whole):
         if has_returns:
             blank_line = _BLANK_LINE.search(whole, start)
@@ -44,7 +44,7 @@ def data_of(event: bytes) -> bytes:
     """Return the data of an event."""
     if len(event) > LARGE_EVENT_BYTES:
         return _data_of_large(event)
-    if event.startswith(b"data:") and event.find(b"\n") == len(event) - 2 and b"\r" not in event:
+    if event.startswith(b"data:") and event.find(b"\n") == len(event) - 2 and event.find(b"\r") < 0:
         return event[5:].strip()  # one line, as engines write them
     return b"\n".join([line[5:].strip() for line in event.splitlines() if line.startswith(b"data:")])
 

@@ -1,4 +1,7 @@
-"""What a turn adds to its program's rollout: asked of its engine, read from its answer, recorded at its end."""
+"""What a turn adds to its program's rollout: asked of its engine, cut out of its answer, kept at its end.
+
+Nothing is decoded or compared on the turn's way: that is done later, or when somebody reads the rollout.
+"""
 
 # compiled: each recorded turn passes here
 
@@ -25,6 +28,50 @@ log = structlog.get_logger("thunderagent.rollouts")
 _ASKED_IDS: Final = "X-Sglext-Return-Output-Ids"
 _ROLE_MARK: Final = b'"assistant"'
 _WITH_MESSAGES: Final = frozenset({"/v1/chat/completions", "/v1/messages", "/v1/responses"})
+
+
+TAKEN_BYTES: Final = 1500
+"""What a turn that is not yet settled is taken to need, beside its tokens."""
+
+
+class Taken:
+    """A turn that has ended, with what its engine said, not yet decoded."""
+
+    __slots__ = ("_captured", "_continues", "_logprobs", "has_answers", "turn")
+
+    def __init__(
+        self, entry: Entry, turn: Turn, captured: Captured | None, *, has_answers: bool | None, logprobs: bool
+    ) -> None:
+        """Keep it. Of a prompt that begins as the one before in `entry` only the rest is kept."""
+        self.turn = turn
+        self.has_answers = has_answers
+        self._captured = captured
+        self._logprobs = logprobs
+        self._continues = False
+        if captured is not None and captured.prompt_listed:
+            listed, before = captured.prompt_listed, entry.taken_prompt
+            if before and listed.startswith(before):
+                captured.prompt_listed = listed[len(before) :]
+                self._continues = True
+            entry.taken_prompt = listed[:-1]
+
+    @property
+    def size_bytes(self) -> int:
+        """What it takes in memory; its prompt is there twice, once to compare the next one with."""
+        captured = self._captured
+        return TAKEN_BYTES + (0 if captured is None else captured.size_bytes + 2 * len(captured.prompt_listed))
+
+    def answered(self, entry: Entry) -> Answered:
+        """Return what was said, and note on the turn what is missing. Turns of `entry` are read in their order."""
+        captured = self._captured
+        if captured is None:
+            return NOTHING
+        if captured.prompt_listed:
+            if self._continues:
+                captured.prompt_listed = entry.settled_prompt + captured.prompt_listed
+            entry.settled_prompt = captured.prompt_listed[:-1]
+        answered, self.turn.missing = _answered(captured.read(), asks_logprobs=self._logprobs)
+        return answered
 
 
 class Recording:
@@ -128,14 +175,12 @@ class Recording:
 
     def _ended(self, entry: Entry, record: Record, turn_id: int) -> None:
         request, path, is_finished = record.turn, record.target.spelt, record.outcome == "finished"
-        answered = NOTHING
-        missing: Missing = "not_askable" if is_finished else "no_ids"
+        captured: Captured | None = None
         if self._capture is not None:
             self._capture.rest()
-            captured = self._capture.captured
+            captured = self._capture.kept
             if not captured.was_undone:
                 log.warning("rollout_fields_left", path=path, replica_id=record.replica_id)
-            answered, missing = _answered(captured, asks_logprobs=self._logprobs)
         replica_id = record.replica_id or ""
         known = self._replicas.known.get(replica_id)
         prompt_tokens, _, cached_tokens = record.usage
@@ -149,7 +194,7 @@ class Recording:
             branch_id=request.branch_id,
             replica_id=replica_id,
             prompt_tokens=prompt_tokens or 0,
-            missing=missing,
+            missing="not_askable" if is_finished else "no_ids",
             weights_before=self._version,
             weights_after="" if known is None else known.weight_version,
             changes_before=self._number,
@@ -167,10 +212,12 @@ class Recording:
             cached_tokens=cached_tokens,
             salt=record.salt,
         )
-        has_answers = _ROLE_MARK in request.body if path in _WITH_MESSAGES else None
+        has_answers = request.body.rfind(_ROLE_MARK) >= 0 if path in _WITH_MESSAGES else None
         if record.generation and record.generation != entry.rollout.generation:
             entry = self._moved(entry, record)
-        self._rollouts.record(entry, turn, answered, has_answers=has_answers)
+        taken = Taken(entry, turn, captured, has_answers=has_answers, logprobs=self._logprobs)
+        if self._rollouts.table.take(entry, taken, taken.size_bytes):
+            self._rollouts.attend(entry)
 
     def _moved(self, entry: Entry, record: Record) -> Entry:
         """Return the rollout of a later generation, in which a turn was tried again."""

@@ -1,7 +1,9 @@
 """The rollouts of this process: their table, the thread that packs and writes them, and the end of programs.
 
-A record is in the table before its turn's task ends. Packing and writing are done on one thread, one thing after the
-other; what it cannot do (a full disk) leaves the records in memory, where they count, and is logged.
+A turn is in the table before its task ends, but not yet settled (`rollouts/table.py`). That is done while the loop has
+little else to do, in slices; at once if more than `most_taken_bytes` wait, so that turns are slower then; and whenever
+a rollout is read. Packing and writing are done on one thread, one thing after the other; what it cannot do (a full
+disk) leaves the records in memory, where they count, and is logged.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from time import time
+from time import monotonic, thread_time, time
 from typing import NamedTuple, Protocol
 
 import structlog
@@ -24,12 +26,23 @@ from thunderagent.programs.model.decisions import Decision, Release
 from thunderagent.programs.model.events import Event, ProgramReleased
 from thunderagent.rollouts.records import Turn, block_of, turns_in
 from thunderagent.rollouts.segments import Segments, Stored
-from thunderagent.rollouts.table import PACKED_FROM_BYTES, Answered, Entry, Table
+from thunderagent.rollouts.table import PACKED_FROM_BYTES, TAKEN_OF_ONE_BYTES, Entry, Table
 
 log = structlog.get_logger("thunderagent.rollouts")
 
 MAX_WARNINGS_COUNT = 1000
 """Replicas and APIs of which a warning is logged."""
+
+LOOKS_S = 0.05
+"""How often is looked whether the loop has time to settle turns."""
+SLICE_S = 0.002
+"""How long turns are settled at a time, while others may wait."""
+BUSY_RATIO = 0.5
+"""A thread that works for more of its time has none to settle."""
+LATE_S = 0.01
+"""Nor has one that comes later than this to what it wanted to do."""
+BUSY_LOOKS_COUNT = 40
+"""After so many looks at which there was no time a slice is settled at each, so that nothing waits for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +85,10 @@ class Rollouts:
         self._wanted: dict[int, Entry] = {}
         """Rollouts to pack, once the thread has done what it does."""
         self._works = False
+        self._looks = False
+        self._look_at_s = self._looked_s = self._worked_s = 0.0
+        self._busy_count = 0
+        """Looks in a row at which there was no time."""
         self._warned: set[tuple[str, str, str]] = set()
         self._swept_count = 0
         self._ended = asyncio.Event()
@@ -85,12 +102,54 @@ class Rollouts:
                 raise ConfigurationError(f"rollout_dir: {error}") from error
         programs.observe(self._heard, Release)
 
-    def record(self, entry: Entry, turn: Turn, answered: Answered, *, has_answers: bool | None) -> None:
-        """Add a turn that has ended; it may have been the last one of a program that has ended."""
-        self.table.record(entry, turn, answered, has_answers=has_answers)
-        if turn.missing and turn.kept:
+    # --- turns that wait to be settled
+
+    def attend(self, entry: Entry) -> None:
+        """Look after a rollout of which a turn was taken: it ended, or much waits, or nothing did before."""
+        table = self.table
+        if entry.taken_bytes > TAKEN_OF_ONE_BYTES:
+            self.settle(entry)
+        while table.taken_bytes > table.most_taken_bytes:
+            self.settle(next(iter(table.unsettled.values())))
+        if entry.rollout.ended:
+            self._looked_at(entry)
+        if not self._looks and table.unsettled:
+            self._looks = True
+            self._look_again(LOOKS_S)
+
+    def _look_again(self, after_s: float) -> None:
+        self._looked_s, self._worked_s = monotonic(), thread_time()
+        self._look_at_s = self._looked_s + after_s
+        asyncio.get_running_loop().call_later(after_s, self._settle_some)
+
+    def _settle_some(self) -> None:
+        """Settle for a while, if this thread has not been busy."""
+        now_s, unsettled = monotonic(), self.table.unsettled
+        works = thread_time() - self._worked_s > BUSY_RATIO * (now_s - self._looked_s)
+        is_busy = works or now_s > self._look_at_s + LATE_S
+        self._busy_count = self._busy_count + 1 if is_busy else 0
+        if not is_busy or self._busy_count > BUSY_LOOKS_COUNT:
+            self.settle_for(SLICE_S)
+        self._looks = bool(unsettled)
+        if unsettled:
+            self._look_again(LOOKS_S if is_busy else 2 * SLICE_S)
+
+    def settle_for(self, within_s: float) -> None:
+        """Settle what waits longest, for so many seconds at most, and a program."""
+        until_s, unsettled = monotonic() + within_s, self.table.unsettled
+        while unsettled and monotonic() < until_s:
+            self.settle(next(iter(unsettled.values())))
+
+    def settle(self, entry: Entry) -> None:
+        """Settle the turns of a rollout that wait for it."""
+        if not entry.taken:
+            return
+        for error in self.table.settle(entry):
+            log.error("rollout_turn_lost", program_id=entry.rollout.program_id, exc_info=error)
+        unsaid, self.table.unsaid = self.table.unsaid, []
+        for turn in unsaid:
             self._warn(turn)
-        self._looked_at(entry)
+        self._packed_if_much(entry)
 
     def _warn(self, turn: Turn) -> None:
         """Say once of each replica and API that what clients get there cannot be trained on."""
@@ -110,6 +169,10 @@ class Rollouts:
             ended, self._ended = self._ended, asyncio.Event()
             ended.set()
             self._sweep()
+        if not entry.taken:
+            self._packed_if_much(entry)
+
+    def _packed_if_much(self, entry: Entry) -> None:
         if entry.frames_bytes >= PACKED_FROM_BYTES or (entry.rollout.ended and self._segments is not None):
             self._pack(entry)
 
@@ -180,6 +243,8 @@ class Rollouts:
 
     def close(self) -> None:
         """Write what is under way, and what is wanted; end the thread."""
+        while self.table.unsettled:
+            self.settle(next(iter(self.table.unsettled.values())))
         self._thread.shutdown(wait=True)
         for entry in self._wanted.values():
             self._packed(self._parcel(entry))
@@ -190,6 +255,7 @@ class Rollouts:
 
     async def turns(self, entry: Entry) -> list[Turn]:
         """Return the turns of a rollout. Raises `ValueError` or `OSError` if its file is broken, or was deleted."""
+        self.settle(entry)
         frames, blocks, stored, segments = list(entry.frames), list(entry.blocks), entry.stored, self._segments
 
         def read() -> list[Turn]:
@@ -220,6 +286,7 @@ class RolloutCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the families."""
         table = self._rollouts.table
+        self._rollouts.settle_for(SLICE_S)
         links = CounterMetricFamily(
             "thunderagent_rollout_turns",
             "Recorded turns, by how their prompt relates to earlier tokens: extends, drift, rewritten, root, unknown.",
@@ -248,4 +315,9 @@ class RolloutCollector(Collector):
         yield kept
         yield GaugeMetricFamily(
             "thunderagent_rollout_memory_bytes", "What rollouts take in memory.", value=table.size_bytes
+        )
+        yield GaugeMetricFamily(
+            "thunderagent_rollout_unsettled_bytes",
+            "The part of it that turns take which are recorded, but not yet decoded, compared and counted.",
+            value=table.taken_bytes,
         )

@@ -164,7 +164,7 @@ class StreamToolCalls:
 
 def may_call(data: bytes) -> bool:
     """Return whether there may be a call to read; a few searches, for every chunk of every stream."""
-    if b"`" in data and b"```" in data:  # the first search is many times faster, and usually enough
+    if data.find(b"`") >= 0 and b"```" in data:  # the first search is many times faster, and usually enough
         return True
     at = data.find(b"_")  # the same here: both search words contain one, and plain text has none
     return at >= 0 and (
