@@ -9,8 +9,9 @@ that reached one was its last, and the program ended with it: further turns are 
 A deadline also counts in the order of the queue, no earlier than it must, because others pay for it: a held program is
 *urgent* from its latest start on, when what it may need still is all that is left. It is expected to go on for the
 turns that its client stated, otherwise for as many as it had, at the mean time a turn of its own without the time it
-was held and of `PRIOR_TURNS` like the last of others with deadlines. A turn with its tool varies as much as it takes in
-the mean, so `n` turns vary by `sqrt(n)` of them: it may need `n + MARGIN_SIGMAS * sqrt(n)`. If its first turn has not
+was held and of `PRIOR_TURNS` like the last of others with deadlines: `k` turns in all. A turn with its tool varies as
+much as it takes in the mean, and so does a mean of `k`, by `1 / sqrt(k)` of it: `n` turns deviate by `sqrt(n + n**2 / k)`
+of them, and it may need `n + MARGIN_SIGMAS` times that. If its first turn has not
 ended, and nothing is known of others or its client did not state its turns, it is urgent after half of its time. Urgent
 programs come before all others of their priority, the earliest deadline first.
 
@@ -37,7 +38,7 @@ from thunderagent.programs.model.ranked_set import RankedSet
 from thunderagent.programs.model.records.limits import ProgramLimits
 from thunderagent.programs.rules.verbs import Verbs
 
-MARGIN_SIGMAS: Final = 4.0
+MARGIN_SIGMAS: Final = 2.5
 """How many deviations longer than expected the turns that are left may take: they also wait again."""
 
 PRIOR_TURNS: Final = 2.0
@@ -194,8 +195,9 @@ class ProgramLimiter:
         elif not pace_s or limits.turns is None:
             return (1.0 - NEW_RATIO) * deadline_s
         left_count = max(1, limits.turns - done_count if limits.turns is not None else done_count)
-        turn_s = (took_s + PRIOR_TURNS * pace_s) / (done_count + PRIOR_TURNS)
-        return turn_s * (left_count + MARGIN_SIGMAS * sqrt(left_count))
+        known_count = done_count + PRIOR_TURNS
+        turn_s = (took_s + PRIOR_TURNS * pace_s) / known_count
+        return turn_s * (left_count + MARGIN_SIGMAS * sqrt(left_count + left_count * left_count / known_count))
 
     def _least_s(self, limits: ProgramLimits, program: Program | None, role: str) -> float:
         """Return the least time in which a program's turns from the one that arrives on could end; 0 if unknown."""
