@@ -10,10 +10,10 @@ A deadline also counts in the order of the queue, no earlier than it must, becau
 *urgent* from its latest start on, when what it may need still is all that is left. It is expected to go on for the
 turns that its client stated, otherwise for as many as it had, at the mean time a turn of its own without the time it
 was held and of `PRIOR_TURNS` like the last of others with deadlines: `k` turns in all. A turn with its tool varies as
-much as it takes in the mean, and so does a mean of `k`, by `1 / sqrt(k)` of it: `n` turns deviate by `sqrt(n + n**2 / k)`
-of them, and it may need `n + MARGIN_SIGMAS` times that. If its first turn has not
-ended, and nothing is known of others or its client did not state its turns, it is urgent after half of its time. Urgent
-programs come before all others of their priority, the earliest deadline first.
+much as it takes in the mean, and so does a mean of `k`, by `1 / sqrt(k)` of it: `n` turns deviate by
+`sqrt(n + n**2 / k)` of them, and it may need `n + MARGIN_SIGMAS` times that. If its first turn has not ended, and
+nothing is known of others or its client did not state its turns, it is urgent after half of its time. Urgent programs
+come before all others of their priority, the earliest deadline first.
 
 So that nobody starves, urgency is paid for: a program becomes urgent for `1 / URGENT_RATIO` restores of the paused
 queue, after the first `FREE_COUNT`. So at most a quarter of those that are restored passed others, however many
