@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from statistics import fmean
 
 from benchmarks.machine import save_results
@@ -125,13 +127,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gap-s", type=float, default=3.0, help="time between two programs that come")
     parser.add_argument("--deadline-ratio", type=float, default=0.9)
     parser.add_argument("--alone-ratio", type=float, default=5.0)
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     args = parser.parse_args(argv)
     case = Case(gap_s=args.gap_s, deadline_ratio=args.deadline_ratio, alone_ratio=args.alone_ratio, policy=args.policy)
     scenario = scenario_of("demo", minutes=240.0)
     runs = []
-    for seed in range(args.seeds):
-        runs.append(find(scenario, case, seed))
-        print(f"seed {seed}: {runs[-1]}", flush=True)
+    with ProcessPoolExecutor(args.jobs) as pool:
+        for seed, found in enumerate(pool.map(partial(find, scenario, case), range(args.seeds))):
+            runs.append(found)
+            print(f"seed {seed}: {found}", flush=True)
     ratio = Interval.of([each.others_ratio for each in runs])
     worst = [min(each.in_time_count for each in runs), min(each.said_at_once_count for each in runs)]
     wrong = sum(each.wrongly_refused_count for each in runs)

@@ -53,7 +53,7 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _models_in(each)
 
 
-def nearest_hint(word: str, known: Iterable[str]) -> str:
-    """Return "; did you mean X?" for the known word that is nearest; empty if none is near."""
-    nearest = get_close_matches(word, list(known), n=1)
+def nearest_hint(word: str, known: Iterable[str], *, least_ratio: float = 0.6) -> str:
+    """Return "; did you mean X?" for the known word that is nearest; empty if none is as near as `least_ratio`."""
+    nearest = get_close_matches(word, list(known), n=1, cutoff=least_ratio)
     return f"; did you mean {nearest[0]}?" if nearest else ""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from thunderagent.errors import RequestError
-from thunderagent.faults import faults_of
+from thunderagent.faults import faults_of, fields_at
 from thunderagent.tools.template import DriverKind, Template
 
 MOST_SANDBOXES_COUNT = 1000
@@ -38,9 +40,11 @@ class _Several(BaseModel):
 def read_requests(body: bytes) -> tuple[SandboxRequest, ...]:
     """Parse one request or a list of them. Raises `RequestError` with the first error."""
     text = body.strip()
+    several = text.startswith(b"[")
     try:
-        if text.startswith(b"["):
+        if several:
             return _Several.model_validate_json(b'{"sandboxes":' + text + b"}").sandboxes
         return (SandboxRequest.model_validate_json(text),)
     except ValidationError as error:
-        raise RequestError(faults_of(error)[0]) from error
+        known = partial(fields_at, _Several if several else SandboxRequest)
+        raise RequestError(faults_of(error, known=known)[0]) from error

@@ -165,6 +165,22 @@ def test_a_program_that_would_miss_its_deadline_comes_first() -> None:
     assert queue.first_waiting(1)[0].program_id == "waits-0"
 
 
+def test_a_program_passes_others_at_its_latest_start_and_no_sooner() -> None:
+    """Its four turns may take 4 + 2.5 * sqrt(4 + 16 / 2) times the 2 s that those of another with a deadline took."""
+    driver = Driver(BreakEven(reserve_tokens=0, low_ratio=1.0), replicas={"r0": 1000})
+    takes(driver, "known", ProgramLimits(deadline_s=10 * TIMES_S, turns=2))
+    driver.now_s += 1.0
+    driver.arrives("first", 1000)
+    driver.arrives("known", 900)
+    driver.arrives("waits", 900)
+    driver.arrives("urgent", 900, limits=ProgramLimits(deadline_s=TIMES_S, turns=4))
+    began_s, waiting = driver.now_s, driver.scheduler.programs["urgent"]
+    for after_s, is_urgent in ((TIMES_S / 2 + 1.0, False), (TIMES_S - 26.0, False), (TIMES_S - 25.0, True)):
+        driver.now_s = began_s + after_s
+        driver.ticks()
+        assert (waiting.urgent_until_s == began_s + TIMES_S) is is_urgent
+
+
 def test_the_earliest_deadline_comes_first_of_the_urgent() -> None:
     """Whoever came first."""
     driver = full_driver()

@@ -6,11 +6,14 @@ A program brings its limits with its turns; of several the least counts, so a la
 are checked when a turn arrives. Then the turn is refused, or, if the limits say that they end the program, the turn
 that reached one was its last, and the program ended with it: further turns are refused until it is released.
 
-A deadline also counts in the order of the queue. A held program is *urgent* once it would miss its deadline: when what
-it is expected to need still, times `MARGIN_RATIO`, is all that is left. It is expected to go on as it did, at its own
-mean time a turn without the time it was held, for the turns that its client stated, otherwise for as many as it had.
-A program without a finished turn is urgent after half of its time. Urgent programs come before all others of their
-priority, the earliest deadline first.
+A deadline also counts in the order of the queue, no earlier than it must, because others pay for it: a held program is
+*urgent* from its latest start on, when what it may need still is all that is left. It is expected to go on for the
+turns that its client stated, otherwise for as many as it had, at the mean time a turn of its own without the time it
+was held and of `PRIOR_TURNS` like the last of others with deadlines: `k` turns in all. A turn with its tool varies as
+much as it takes in the mean, and so does a mean of `k`, by `1 / sqrt(k)` of it: `n` turns deviate by
+`sqrt(n + n**2 / k)` of them, and it may need `n + MARGIN_SIGMAS` times that. If its first turn has not ended, and
+nothing is known of others or its client did not state its turns, it is urgent after half of its time. Urgent programs
+come before all others of their priority, the earliest deadline first.
 
 So that nobody starves, urgency is paid for: a program becomes urgent for `1 / URGENT_RATIO` restores of the paused
 queue, after the first `FREE_COUNT`. So at most a quarter of those that are restored passed others, however many
@@ -26,7 +29,7 @@ nothing is said until the deadline has passed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf
+from math import inf, sqrt
 from typing import Final
 
 from thunderagent.programs.messages import ProgramLimits
@@ -35,8 +38,17 @@ from thunderagent.programs.model.program import Program
 from thunderagent.programs.model.ranked_set import RankedSet
 from thunderagent.programs.rules.verbs import Verbs
 
-MARGIN_RATIO: Final = 4.0
-"""How many times what it expects to need a program has left when it becomes urgent: it waits again at later turns."""
+MARGIN_SIGMAS: Final = 2.5
+"""How many deviations longer than expected the turns that are left may take: they also wait again."""
+
+PRIOR_TURNS: Final = 2.0
+"""How many turns of others count in the mean time of a program's turns: its own first ones say little."""
+
+PACE_RATIO: Final = 0.125
+"""How much the last program counts in what turns of others take."""
+
+NEW_RATIO: Final = 0.5
+"""The part of its time after which a program is urgent of which nothing is known."""
 
 URGENT_RATIO: Final = 0.25
 """Urgent programs, as a ratio of the restores of the paused queue."""
@@ -58,7 +70,7 @@ class ProgramLimiter:
     Nothing here is called for a program without limits.
     """
 
-    __slots__ = ("_asked", "_next", "_restored_total", "_tool_s", "_turn_s", "_urgent_count", "due_s")
+    __slots__ = ("_asked", "_next", "_pace_s", "_restored_total", "_tool_s", "_turn_s", "_urgent_count", "due_s")
 
     def __init__(
         self, restored_total: Callable[[], int], turn_s: Callable[[str], float], tool_s: Callable[[], float]
@@ -75,6 +87,8 @@ class ProgramLimiter:
         self._next: RankedSet[Program] = RankedSet()
         """Held programs with deadlines, by when to look again: as they become urgent, then at the deadline."""
         self._urgent_count = 0
+        self._pace_s = 0.0
+        """What a turn and its tool take in programs with deadlines, without the time they were held; 0 if unknown."""
         self.due_s = inf
 
     def ask(self, turn_id: int, limits: ProgramLimits) -> None:
@@ -125,7 +139,8 @@ class ProgramLimiter:
         """Watch a program with a deadline whose turn is held."""
         limits = program.program_limits
         if limits is not None and limits.deadline_s is not None:
-            self._watch(program, program.opened_s + limits.deadline_s - MARGIN_RATIO * _need_s(limits, program))
+            need_s = self._need_s(limits, limits.deadline_s, program)
+            self._watch(program, program.opened_s + limits.deadline_s - need_s)
 
     def settle(self, verbs: Verbs) -> None:
         """Make held programs urgent in time, and refuse turns whose deadline has passed."""
@@ -170,6 +185,20 @@ class ProgramLimiter:
         program.note(verbs.book.now_s, "urgent", f"{deadline_s - verbs.book.now_s:.1f} s to its deadline", None)
         return True
 
+    def _need_s(self, limits: ProgramLimits, deadline_s: float, program: Program) -> float:
+        """Return how long a held program may need still once it comes first, and learn from its turns."""
+        done_count = program.turn_count
+        took_s = max(0.0, program.waiting_since_s - program.opened_s - program.held_s_total)
+        pace_s = self._pace_s or (took_s / done_count if done_count else 0.0)
+        if done_count:
+            self._pace_s = pace_s + PACE_RATIO * (took_s / done_count - pace_s)
+        elif not pace_s or limits.turns is None:
+            return (1.0 - NEW_RATIO) * deadline_s
+        left_count = max(1, limits.turns - done_count if limits.turns is not None else done_count)
+        known_count = done_count + PRIOR_TURNS
+        turn_s = (took_s + PRIOR_TURNS * pace_s) / known_count
+        return turn_s * (left_count + MARGIN_SIGMAS * sqrt(left_count + left_count * left_count / known_count))
+
     def _least_s(self, limits: ProgramLimits, program: Program | None, role: str) -> float:
         """Return the least time in which a program's turns from the one that arrives on could end; 0 if unknown."""
         done_count = 0 if program is None else program.turn_count
@@ -181,14 +210,3 @@ class ProgramLimiter:
 
 def _tokens_of(program: Program) -> int:
     return program.prompt_tokens_total + program.output_tokens_total
-
-
-def _need_s(limits: ProgramLimits, program: Program) -> float:
-    """Return how long a held program is expected to need still if it does not wait."""
-    done_count = program.turn_count
-    assert limits.deadline_s is not None, "only a deadline needs that"
-    if not done_count:
-        return limits.deadline_s / (2 * MARGIN_RATIO)
-    since_s = program.waiting_since_s - program.opened_s - program.held_s_total
-    left_count = max(1, limits.turns - done_count if limits.turns is not None else done_count)
-    return max(0.0, since_s) / done_count * left_count

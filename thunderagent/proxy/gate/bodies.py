@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
-from typing import Annotated, Protocol, TypeVar
+from typing import Annotated, Final, Protocol, TypeVar
 
+import msgspec
 from aiohttp import web
 from multidict import CIMultiDictProxy
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from thunderagent.errors import BodyTimeoutError, BodyTooLargeError, ExpectationError, RequestError
-from thunderagent.faults import faults_of, fields_at
+from thunderagent.faults import faults_of, fields_at, nearest_hint
 from thunderagent.proxy.gate.held import KeptBody
 from thunderagent.proxy.reading.header_words import check_model, check_name
 
@@ -31,12 +32,45 @@ class Report(BaseModel):
     model_config = ConfigDict(frozen=True)
 
 
+MISSPELT_RATIO: Final = 0.8
+"""How near a further key of a body must be to one of ours to be a misspelling of it."""
+
+MISSPELT_COUNT: Final = 16
+MISSPELT_CHARS: Final = 64
+"""How many further keys are compared with ours, and how long ones: comparing takes time."""
+
+
 def read_model(model: type[Model], body: bytes) -> Model:
-    """Return the body as a model. Raises `RequestError` with the first error."""
+    """Return the body as a model. Raises `RequestError` with the first error.
+
+    A model may ignore keys that it does not know, as other programs send them. One that is nearly a key that is left
+    out is an error even then: what it should say would be lost in silence.
+    """
     try:
-        return model.model_validate_json(body)
+        read = model.model_validate_json(body)
     except ValidationError as error:
         raise RequestError(faults_of(error, known=partial(fields_at, model))[0]) from error
+    if model.model_config.get("extra") == "ignore":
+        _check_spelling(read, body)
+    return read
+
+
+def _check_spelling(read: BaseModel, body: bytes) -> None:
+    try:
+        keys = msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys()
+    except (ValueError, RecursionError):  # what is no value of JSON, such as NaN: the model accepted the others
+        return
+    names = list(_keys_of(type(read)))
+    further = [key for key in keys if key not in names and len(key) <= MISSPELT_CHARS]
+    for key in further[:MISSPELT_COUNT]:
+        if hint := nearest_hint(key, (name for name in names if name not in keys), least_ratio=MISSPELT_RATIO):
+            raise RequestError(f"{key}: there is no such key{hint}")
+
+
+def _keys_of(model: type[BaseModel]) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        alias = field.validation_alias
+        yield from (str(each) for each in alias.choices) if isinstance(alias, AliasChoices) else (name,)
 
 
 def report_response(report: BaseModel, *, status: int = 200, without_unset: bool = False) -> web.Response:

@@ -43,7 +43,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from hashlib import blake2b
 from math import inf
@@ -52,6 +52,7 @@ from typing import Any, Final, NamedTuple
 from multidict import CIMultiDictProxy, istr
 
 from thunderagent.errors import RequestError
+from thunderagent.faults import nearest_hint
 from thunderagent.leases import FAIL_OPEN, TurnAsk, TurnHint
 from thunderagent.log_lines import TurnLine
 from thunderagent.programs.messages import ProgramLimits, least_of
@@ -156,13 +157,21 @@ def hint_of(text: str) -> TurnHint:
         raise _wrong_hint(text) from None
     is_right = not said and keep in ("", RETAIN, OFFLOAD) and (keep or next_turn_in_s is not None)
     if not is_right or not 0 <= (next_turn_in_s or 0.0) <= MAX_NEXT_TURN_S or not 0 <= confidence_ratio <= 1:
-        raise _wrong_hint(text)
+        raise _wrong_hint(text, said)
     return TurnHint(next_turn_in_s, confidence_ratio, keep)
 
 
-def _wrong_hint(text: str) -> RequestError:
-    example = "next_turn_in_s=12.5, confidence=0.8"
-    return RequestError(f"{HINT_HEADER} is like {example}, or keep=retain or keep=offload, not {text[:100]!r}")
+def _wrong_key(unknown: Iterable[str], known: Iterable[str]) -> str:
+    """Return a clause for the first of the unknown keys, with the nearest right one; empty if there is none."""
+    for key in filter(None, unknown):
+        return f"; there is no key {key[:50]!r}{nearest_hint(key[:50], known)}"
+    return ""
+
+
+def _wrong_hint(text: str, unknown: Iterable[str] = ()) -> RequestError:
+    example = "next_turn_in_s=12.5, confidence=0.8, or keep=retain or keep=offload"
+    key = _wrong_key(unknown, ("next_turn_in_s", "confidence", "keep"))
+    return RequestError(f"{HINT_HEADER} is like {example}, not {text[:100]!r}{key}")
 
 
 MOST_COUNT: Final = 10**15
@@ -185,7 +194,7 @@ def limits_of(headers: Mapping[str, str]) -> ProgramLimits:
         end == "finish",
     )
     if said or end not in ("refuse", "finish") or len({name.strip() for name, _, _ in fields}) < len(fields):
-        raise _wrong_limits()
+        raise _wrong_limits(said)
     return limits
 
 
@@ -204,10 +213,11 @@ def _limit_seconds(text: str | None) -> float | None:
     return seconds
 
 
-def _wrong_limits() -> RequestError:
+def _wrong_limits(unknown: Iterable[str] = ()) -> RequestError:
+    key = _wrong_key(unknown, ("max_turns", "max_tokens", "max_age_s", "deadline_s", "turns", "end"))
     return RequestError(
         f"{LIMITS_HEADER} is like max_turns=50, max_tokens=200000, max_age_s=3600, deadline_s=600, turns=20, "
-        f"end=finish: each at most once, with a number over 0; end is refuse or finish"
+        f"end=finish: each at most once, with a number over 0; end is refuse or finish{key}"
     )
 
 

@@ -81,6 +81,20 @@ def test_a_hint_that_is_none_is_refused(value: str) -> None:
         patience_of(CIMultiDict({"X-Program-Hint": value}))
 
 
+@pytest.mark.parametrize(
+    ("header", "value", "nearest"),
+    [
+        ("X-Program-Hint", "next_turn_s=1", "next_turn_in_s"),
+        ("X-Program-Hint", "next_turn_in_s=1, confidense=0.5", "confidence"),
+        ("X-Program-Limits", "max_turn=5", "max_turns"),
+        ("X-Program-Limits", "turns=5, deadline=600", "deadline_s"),
+    ],
+)
+def test_a_wrong_key_names_the_nearest_right_one(header: str, value: str, nearest: str) -> None:
+    with pytest.raises(RequestError, match=f"{header} is like .*; there is no key .*; did you mean {nearest}\\?$"):
+        patience_of(CIMultiDict({header: value}))
+
+
 def test_a_turn_may_be_tried_again_as_often_as_its_client_did_not() -> None:
     budget = RetryBudget(RetrySettings(retries_count=2))
     for client_count, tries_count in ((0, 2), (1, 1), (2, 0), (9, 0)):
