@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,10 +34,7 @@ if TYPE_CHECKING:
 
     RunProxy = Callable[..., AbstractAsyncContextManager[Server]]
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"),
-    pytest.mark.nightly,  # to install a package and what it needs takes a minute or more
-]
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "how-to" / "agent-sandboxes.md"
@@ -89,10 +87,14 @@ with SandboxWorkspace(working_dir="/tmp") as workspace:
 """
 
 
+def section(heading: str) -> str:
+    """Return what the page says below a heading."""
+    return PAGE.read_text().split(f"\n## {heading}")[1].split("\n## ")[0]
+
+
 def snippet(heading: str, language: str) -> str:
     """Return the last code in a language below a heading of the page."""
-    section = PAGE.read_text().split(f"\n## {heading}")[1].split("\n## ")[0]
-    return re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)[-1]
+    return re.findall(rf"```{language}\n(.*?)```", section(heading), re.DOTALL)[-1]
 
 
 @pytest.fixture
@@ -101,13 +103,12 @@ def environment(
 ) -> Path:
     """Return the Python of an environment with what a section of the page installs; the first time is announced."""
     heading, *further = request.param
-    commands = "\n".join(re.findall(r"```sh\n(.*?)```", PAGE.read_text().split(f"\n## {heading}")[1], re.DOTALL))
-    found = re.search(r"pip install (.+?) thunderagent-client", commands)
+    found = re.search(r"pip install (.+?) thunderagent-client +#? *(.*)", section(heading) + " ")
     assert found is not None
     wanted = [*found[1].split(), *further]
     base = None
-    if "Python 3.12" in commands:
-        base = next(filter(None, map(shutil.which, ("python3.12", "python3.13"))), None) or _of_pyenv()
+    if found[2] == "Python 3.12":
+        base = _newer_python()
         if base is None:
             pytest.skip(f"{heading} needs Python 3.12")
     capture = pytestconfig.pluginmanager.getplugin("capturemanager")
@@ -118,8 +119,14 @@ def environment(
         require_real(f"no {heading}: {error}")
 
 
-def _of_pyenv() -> str | None:
-    return next((str(each) for each in Path.home().glob(".pyenv/versions/3.1[23].*/bin/python3")), None)
+def _newer_python() -> str | None:
+    """Return an interpreter of Python 3.12 or newer that can make an environment; None if this machine has none."""
+    names = filter(None, map(shutil.which, ("python3.12", "python3.13")))
+    for each in (*names, *map(str, sorted(Path.home().glob(".pyenv/versions/3.1[23].*/bin/python3")))):
+        check = "import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 12))"
+        if subprocess.run([each, "-c", check], check=False, capture_output=True).returncode == 0:
+            return each
+    return None
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +222,7 @@ async def test_swe_rex(environment: Path, docker_engine: DockerEngine, run_proxy
         first = asyncio.create_task(run(tmp_path, docker_engine, proxy, python, "-c", snippet("SWE-agent", "python")))
         sandbox = await let_go(docker_engine)
         status, output = await first
-        assert (status, output.strip()) == (0, "42"), output
+        assert (status, output.strip()) == (0, "13"), output
         with contextlib.closing(docker_engine.client()) as client:
             client.exec_start(client.exec_create(sandbox, ["sh", "-c", "echo rc=yes > /rc"]))
         status, output = await run(tmp_path, docker_engine, proxy, python, "-c", SWE_REX, str(tmp_path / "moved"))
@@ -223,6 +230,7 @@ async def test_swe_rex(environment: Path, docker_engine: DockerEngine, run_proxy
         await released(docker_engine, proxy, sandbox)
 
 
+@pytest.mark.nightly  # to install it and what it needs takes a minute
 @pytest.mark.parametrize("environment", [["Harbor"]], indirect=True)
 async def test_harbor(environment: Path, docker_engine: DockerEngine, run_proxy: RunProxy, tmp_path: Path) -> None:
     """The page's command runs a task: its solution, its tests, and the file with the reward that comes back."""
@@ -248,6 +256,7 @@ async def test_harbor(environment: Path, docker_engine: DockerEngine, run_proxy:
         await released(docker_engine, proxy, sandbox)
 
 
+@pytest.mark.nightly  # to install it and what it needs takes minutes
 @pytest.mark.parametrize("environment", [["OpenHands", "openhands-agent-server==1.58.2"]], indirect=True)
 async def test_openhands(environment: Path, docker_engine: DockerEngine, run_proxy: RunProxy, tmp_path: Path) -> None:
     """The page's snippet runs, with the agent server of its image taken from this machine; files go in and out."""

@@ -103,7 +103,7 @@ class ProgramSandbox:
             flags += [flag for name, value in (env or {}).items() for flag in ("--env", f"{name}={value}")]
             flags += ["--user", user] if user else []
             return ["docker", "exec", *flags, sandbox["handle"], *words]
-        if sandbox["driver"] == "kubernetes" and (pod := sandbox["details"].get("pod")):
+        if sandbox["driver"] in {"kubernetes", "agent-sandbox"} and (pod := sandbox["details"].get("pod")):
             if user:
                 raise ClientError(f"a command in a pod runs as the pod's user, not as {user}")
             if env:
