@@ -63,10 +63,16 @@ def condition(name: str, *, is_true: bool, reason: str = "SaysWhy", message: str
     return {"type": name, "status": str(is_true), "reason": reason, "message": message}
 
 
-def say(api: KubernetesApi, *conditions: dict[str, Any], name: str = "thunderagent-a1", ip: str = "10.0.0.7") -> None:
+def say(
+    api: KubernetesApi,
+    *conditions: dict[str, Any],
+    name: str = "thunderagent-a1",
+    ip: str = "10.0.0.7",
+    namespace: str = "default",
+) -> None:
     """Set a claim's status, as the controller does."""
     sandbox = {"name": "coders-x7", "podIPs": [ip]} if ip else {}
-    api.patch("sandboxclaims", name, {"status": {"conditions": list(conditions), "sandbox": sandbox}})
+    api.patch("sandboxclaims", name, {"status": {"conditions": list(conditions), "sandbox": sandbox}}, namespace)
 
 
 async def prepared(api: KubernetesApi, driver: ClaimDriver, sandbox_id: str = "a1", **template: Any) -> Place:
@@ -247,6 +253,24 @@ async def test_each_claim_appears_and_ends_once(api: KubernetesApi, driver: Clai
         (HANDLE, True, "removed"),
     ]
     await until(lambda: api.watchers == set())
+
+
+async def test_a_namespace_of_a_template_is_watched_from_then_on(api: KubernetesApi, driver: ClaimDriver) -> None:
+    """Its claims are found, too, and their ends are heard of."""
+    async with aclosing(driver.watch()) as watched:
+        hearing = asyncio.ensure_future(anext(watched))
+        await until(lambda: len(api.watchers) == 1)
+        preparing = asyncio.create_task(driver.prepare(order(namespace="far")))
+        await until(lambda: api.has("sandboxclaims", "thunderagent-a1", "far"))
+        await until(lambda: len(api.watchers) == 2)
+        say(api, condition("Ready", is_true=True), namespace="far")
+        handle = (await preparing).handle
+        assert [each.handle for each in await driver.find()] == [handle] == ["claim/far/thunderagent-a1"]
+        await driver.reclaim(handle)
+        change = await hearing
+        if not change.ended:  # it may have been listed before it was made ready
+            change = await anext(watched)
+        assert (change.found.handle, change.ended) == (handle, True)
 
 
 async def test_a_watch_that_is_lost_raises(api: KubernetesApi, driver: ClaimDriver) -> None:

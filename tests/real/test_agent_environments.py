@@ -62,6 +62,9 @@ async def main():
     except CommandTimeoutError:
         await runtime.run_in_session(BashInterruptAction())
     assert (await runtime.run_in_session(BashAction(command="echo again"))).output.strip() == "again"
+    long = "x" * 9000  # more than a terminal's line
+    assert (await runtime.run_in_session(BashAction(command=f"echo {long}"))).output.strip() == long
+    assert (await runtime.run_in_session(BashAction(command="echo $BASH_VERSION"))).output.strip()
     await runtime.write_file(WriteFileRequest(path="/new/a", content="ä\\n"))
     assert (await runtime.read_file(ReadFileRequest(path="/new/a"))).content == "ä\\n"
     await runtime.upload(UploadRequest(source_path=sys.argv[1], target_path="/up"))
@@ -142,6 +145,13 @@ def docker_engine(require_real: Callable[[str], NoReturn]) -> Iterator[DockerEng
         require_real(f"no Docker: {error}")
 
 
+def mounts(*further: str) -> str:
+    """Return the line of a template that puts this machine's programs into the sandbox: a real bash among them."""
+    shared = [each for each in ("/usr", "/lib", "/lib64", *further) if Path(each).exists()]
+    parts = [f'{{ source = "{os.path.realpath(each)}", target = "{each}", read_only = true }}' for each in shared]
+    return f"mounts = [{', '.join(parts)}]"
+
+
 @asynccontextmanager
 async def preparing(run_proxy: RunProxy, engine: DockerEngine, template: str, folder: Path) -> AsyncIterator[Server]:
     """Run a proxy with a template whose setup ends when there is a file /go."""
@@ -217,7 +227,7 @@ async def released(engine: DockerEngine, proxy: Server, sandbox: str) -> None:
 @pytest.mark.parametrize("environment", [["SWE-agent"]], indirect=True)
 async def test_swe_rex(environment: Path, docker_engine: DockerEngine, run_proxy: RunProxy, tmp_path: Path) -> None:
     """The page's snippet runs, and shells, commands and files as SWE-agent uses them."""
-    async with preparing(run_proxy, docker_engine, "[sandbox_templates.coder]", tmp_path) as proxy:
+    async with preparing(run_proxy, docker_engine, f"[sandbox_templates.coder]\n{mounts()}", tmp_path) as proxy:
         python = str(environment)
         first = asyncio.create_task(run(tmp_path, docker_engine, proxy, python, "-c", snippet("SWE-agent", "python")))
         sandbox = await let_go(docker_engine)
@@ -265,9 +275,7 @@ async def test_openhands(environment: Path, docker_engine: DockerEngine, run_pro
     lines = ["[sandbox_templates.openhands]", "ports = [8000]", "ready_port = 8000", 'environment = { HOME = "/tmp" }']
     server = [str(environment), "-m", "openhands.agent_server", "--host", "0.0.0.0", "--port", "8000"]
     lines.append(f"command = {json.dumps(server)}")
-    shared = [each for each in ("/usr", "/lib", "/lib64", "/etc/ssl", str(base), str(prefix)) if Path(each).exists()]
-    mounts = [f'{{ source = "{os.path.realpath(each)}", target = "{each}", read_only = true }}' for each in shared]
-    lines.append(f"mounts = [{', '.join(mounts)}]")
+    lines.append(mounts("/etc/ssl", str(base), str(prefix)))
     async with preparing(run_proxy, docker_engine, "\n".join(lines), tmp_path) as proxy:
         python = str(environment)
         first = asyncio.create_task(run(tmp_path, docker_engine, proxy, python, "-c", snippet("OpenHands", "python")))

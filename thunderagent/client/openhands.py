@@ -1,6 +1,6 @@
 """A workspace of OpenHands: the agent server in the sandbox that the proxy prepares for its program.
 
-    workspace = SandboxWorkspace(program_id=..., template="openhands", working_dir="/workspace")
+    workspace = SandboxWorkspace(program_id=..., template="openhands", working_dir="/work")
 
 It asks for the sandbox when it is made, and its first request waits for it. The template's command is OpenHands' agent
 server, because OpenHands runs an agent and its tools where the workspace's files are. The proxy removes the sandbox

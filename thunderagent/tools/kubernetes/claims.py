@@ -15,7 +15,8 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from threading import Thread
@@ -55,6 +56,18 @@ _ENDED_REASONS = frozenset({"ClaimExpired", "SandboxExpired"})
 _CANCEL_LIMIT_S = 5.0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Watcher:
+    """One watch: `start` begins with a namespace, in a thread for each that leaves at its stop."""
+
+    start: Callable[[str], None]
+    stops: list[Stop]
+
+    def stop(self) -> None:
+        for stop in self.stops:
+            stop.set()
+
+
 class ClaimDriver:
     """Claims sandboxes from warm pools. Implements `base.Driver`."""
 
@@ -87,7 +100,7 @@ class ClaimDriver:
         self._calls = Threads("kubernetes-claims", concurrency_count)
         # The ports that a template names, by handle: a claim does not say them.
         self._ports: dict[str, tuple[int, ...]] = {}
-        self._stops: set[Stop] = set()
+        self._watchers: list[_Watcher] = []
 
     def __repr__(self) -> str:
         return f"<ClaimDriver in {', '.join(sorted(self._namespaces))}>"
@@ -108,7 +121,7 @@ class ClaimDriver:
         making = asyncio.ensure_future(self._calls.call(self._api.create, CLAIMS, ref.namespace, manifest))
         try:
             uid = uid_of(await asyncio.shield(making))
-            self._namespaces.add(ref.namespace)
+            self._meet(ref.namespace)
             self._ports[ref.handle] = template.ports
             limit_s = max(0.9 * template.prepare_timeout_s, template.prepare_timeout_s - 2.0)
             return await self._usable(ref, uid, limit_s=limit_s, pause_s=template.ready_interval_s)
@@ -189,6 +202,7 @@ class ClaimDriver:
     async def watch(self) -> AsyncGenerator[Change, None]:
         """Yield events from now on; see `base.Driver`."""
         loop, heard = asyncio.get_running_loop(), asyncio.Queue[tuple[str, Json] | Exception]()
+        stops: list[Stop] = []
 
         def put(event: tuple[str, Json] | Exception) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
@@ -201,13 +215,17 @@ class ClaimDriver:
             except Exception as error:
                 put(error)
 
-        stops = {namespace: Stop() for namespace in self._namespaces}
-        self._stops.update(stops.values())
-        for namespace, its_stop in stops.items():
+        def start(namespace: str) -> None:
+            stops.append(stop := Stop())
             name = f"kubernetes-claims-{namespace}"
-            Thread(target=listen, args=(namespace, its_stop), name=name, daemon=True).start()
+            Thread(target=listen, args=(namespace, stop), name=name, daemon=True).start()
+
+        watcher = _Watcher(start, stops)
+        self._watchers.append(watcher)
         alive: set[str] = set()
         try:
+            for namespace in self._namespaces:
+                start(namespace)
             while True:
                 event = await heard.get()
                 if isinstance(event, Exception):
@@ -215,9 +233,15 @@ class ClaimDriver:
                 if (change := self._change(*event, alive)) is not None:
                     yield change
         finally:
-            for each in stops.values():
-                each.set()
-                self._stops.discard(each)
+            self._watchers.remove(watcher)
+            watcher.stop()
+
+    def _meet(self, namespace: str) -> None:
+        """Look for claims in one more namespace from now on, which exists and is open to us."""
+        if namespace not in self._namespaces:
+            self._namespaces = {*self._namespaces, namespace}  # a thread may be at the old one
+            for watcher in self._watchers:
+                watcher.start(namespace)
 
     def _change(self, event: str, claim: Json, alive: set[str]) -> Change | None:
         """Return what an event means: each claim appears once, and ends once. `alive` are the uids that appeared."""
@@ -245,8 +269,8 @@ class ClaimDriver:
 
     async def close(self) -> None:
         """Close connections and threads."""
-        for stop in tuple(self._stops):
-            stop.set()
+        for watcher in self._watchers:
+            watcher.stop()
         self._calls.close()
         self._api.close()
 
