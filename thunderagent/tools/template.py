@@ -21,6 +21,7 @@ LARGEST_COUNT = 2**62
 Port = Annotated[int, Field(gt=0, le=65535)]
 
 
+# What a template must leave to the warm pool of agent-sandbox.
 _SAID_BY_POOL = frozenset(
     {
         *("image", "command", "working_dir", "mounts", "network", "cpus_count", "pids_count", "setup"),
