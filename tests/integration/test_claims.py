@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.integration.kubernetes_api import ApiError, KubernetesApi, rights_of
-from tests.integration.support import until
+from tests.integration.support import DEADLINE_S, fake_replica, get, post, serve, until
 from thunderagent.errors import SandboxConflictError, SandboxEngineError, SandboxRefusedError, SandboxSetupError
 from thunderagent.tools.base import PROGRAM_LABEL, Change, Order, Owner, Place
 from thunderagent.tools.kubernetes.claims import ClaimDriver
@@ -215,6 +215,30 @@ async def test_without_the_project_s_definitions_it_is_refused(api: KubernetesAp
     api.errors[GROUP, "sandboxclaims", "create"] = unknown
     with pytest.raises(SandboxRefusedError, match="create sandboxclaims: the server could not find"):
         await driver.prepare(order())
+
+
+async def test_a_program_has_one_from_its_request_to_its_release(api: KubernetesApi, tmp_path: Path) -> None:
+    """Through the proxy: it is claimed with the program, is where the report says, and goes with the program."""
+    config = tmp_path / "proxy.toml"
+    config.write_text('[sandbox_templates.coder]\ndriver = "agent-sandbox"\nwarm_pool = "coders"\nports = [8000]\n')
+    options = ("--sandboxes", "agent-sandbox", "--kubernetes-url", api.url, "--config", str(config))
+    async with fake_replica() as replica, serve("--backends", replica.url, *options) as proxy:
+        asked = await post(proxy.url, "/programs/p/sandboxes", {"template": "coder"})
+        assert asked.status == 202, asked.json()
+        await until(lambda: len(api.all_of("sandboxclaims")) == 1)
+        say(api, condition("Ready", is_true=True), name=api.all_of("sandboxclaims")[0]["metadata"]["name"])
+
+        async def report() -> dict[str, Any]:
+            (found,) = (await get(proxy.url, "/programs/p/sandboxes")).json()["sandboxes"]
+            return dict(found)
+
+        async with asyncio.timeout(DEADLINE_S):
+            while (await report())["stage"] not in {"ready", "in_use"}:
+                await asyncio.sleep(0.01)
+        found = await report()
+        assert (found["driver"], found["ports"]) == ("agent-sandbox", {"8000": ["10.0.0.7", 8000]})
+        await post(proxy.url, "/programs/release", {"program_id": "p"})
+        await until(lambda: not api.all_of("sandboxclaims"))
 
 
 async def test_others_sandboxes_are_given_by_their_label(driver: ClaimDriver) -> None:
