@@ -35,19 +35,28 @@ def cache_dir() -> Path:
 
 
 def ensure_environment(
-    name: str, requirements: Sequence[str], cost: str, *commands: Sequence[str], **environment: str
+    name: str,
+    requirements: Sequence[str],
+    cost: str,
+    *commands: Sequence[str],
+    base: str | None = None,
+    **environment: str,
 ) -> Path:
     """Return the Python interpreter of a virtual environment in the cache; create it at the first call.
 
     `requirements` are installed by pip; then its interpreter runs with each of `commands` and the variables of
-    `environment`, and must succeed. Raises RealEngineError if something fails.
+    `environment`, and must succeed. `base` is the interpreter that it is made with; None is this one. Raises
+    RealEngineError if something fails.
     """
 
     def make(root: Path) -> None:
         print(f"installing what {name} needs ({cost}) ...", file=sys.stderr)
-        venv.create(root, with_pip=True)
         log = root.with_name(root.name + ".log")
         log.unlink(missing_ok=True)
+        if base is None:
+            venv.create(root, with_pip=True)
+        else:
+            run_logged([base, "-m", "venv", str(root)], log)
         python = str(root / "bin" / "python")
         # Imported modules are compiled then: compiling everything takes half of an installation's time.
         run_logged([python, "-m", "pip", "install", "--no-cache-dir", "--no-compile", *requirements], log)
@@ -55,7 +64,7 @@ def ensure_environment(
             run_logged([python, *command], log, **environment)
 
     made_of = [
-        sys.version,
+        sys.version if base is None else base,
         *requirements,
         *(" ".join(command) for command in commands),
         str(sorted(environment.items())),

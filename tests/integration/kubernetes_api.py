@@ -34,6 +34,7 @@ RESOURCES = {
     "pods": ("", "v1", "Pod"),
     "jobs": ("batch", "batch/v1", "Job"),
     "leases": ("coordination.k8s.io", "coordination.k8s.io/v1", "Lease"),
+    "sandboxclaims": ("extensions.agents.x-k8s.io", "extensions.agents.x-k8s.io/v1beta1", "SandboxClaim"),
     "networkpolicies": ("networking.k8s.io", "networking.k8s.io/v1", "NetworkPolicy"),
 }
 METRICS = "metrics.k8s.io"
@@ -837,8 +838,23 @@ def _problems(manifest: Json) -> Iterator[str]:
             yield "spec.activeDeadlineSeconds: must be greater than 0"
     elif manifest["kind"] == "Lease":
         yield from _lease_problems(spec)
+    elif manifest["kind"] == "SandboxClaim":
+        yield from _claim_problems(spec)
     elif "podSelector" not in spec:
         yield "spec.podSelector: Required value"
+
+
+def _claim_problems(spec: Json) -> Iterator[str]:
+    """By `extensions/api/v1beta1/sandboxclaim_types.go` of kubernetes-sigs/agent-sandbox."""
+    if not (spec.get("warmPoolRef") or {}).get("name"):
+        yield "spec.warmPoolRef.name: Required value"
+    if unknown := spec.keys() - {"warmPoolRef", "lifecycle", "additionalPodMetadata", "env"}:
+        yield f"unknown fields: {sorted(unknown)}"
+    lifecycle = spec.get("lifecycle") or {}
+    if lifecycle.get("shutdownPolicy", "Retain") not in {"Delete", "DeleteForeground", "Retain"}:
+        yield "spec.lifecycle.shutdownPolicy: Unsupported value"
+    if not re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", lifecycle.get("shutdownTime", "2026-01-01T00:00:00Z")):
+        yield "spec.lifecycle.shutdownTime: must be a date-time"
 
 
 def _lease_problems(spec: Json) -> Iterator[str]:

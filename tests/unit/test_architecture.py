@@ -542,7 +542,10 @@ BANNED = (
     Banned(
         "session",
         "program",
-        allowed_modules=(("thunderagent_workflows", "Nalar's word for what is a program at the proxy"),),
+        allowed_modules=(
+            ("thunderagent_workflows", "Nalar's word for what is a program at the proxy"),
+            ("thunderagent.client.swe_rex", "SWE-ReX' word for a shell"),
+        ),
         allowed_names=(
             ("finish_session", "the path that SkyRL and the vLLM router call is named so"),
             ("session_id", "other people's field of a body"),

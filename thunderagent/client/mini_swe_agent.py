@@ -10,14 +10,13 @@ the first command. The proxy removes it with the program: the environment remove
 
 from __future__ import annotations
 
-import os
-import time
 from typing import Any
 
 from minisweagent.environments.docker import DockerEnvironment, DockerEnvironmentConfig
 
 from thunderagent.client.errors import ClientError
-from thunderagent.client.program import PROGRAM_VARIABLE, SANDBOX_TIMEOUT_S, Program, program
+from thunderagent.client.program import SANDBOX_TIMEOUT_S
+from thunderagent.client.program_sandbox import ProgramSandbox
 
 
 class SandboxEnvironmentConfig(DockerEnvironmentConfig):  # type: ignore[misc]  # the package is the agent's own
@@ -41,39 +40,34 @@ class SandboxEnvironment(DockerEnvironment):  # type: ignore[misc]  # the packag
 
     def __init__(self, *, config_class: type = SandboxEnvironmentConfig, **kwargs: Any) -> None:
         """Ask for the sandbox if a template is given. Raises `ClientError`, `ValueError` without a program."""
-        self.wait_s = 0.0
-        """How long the first command waited for the sandbox, in seconds."""
         self.container_id: str | None = None
         super().__init__(config_class=config_class, **kwargs)
 
+    @property
+    def wait_s(self) -> float:
+        """Return how long the first command waited for the sandbox, in seconds."""
+        return self._sandbox.wait_s
+
     def _start_container(self) -> None:
         """Ask for a sandbox instead, and wait for nothing."""
-        self._sandbox_id = self.config.sandbox_id
-        if self.config.template and not self._sandbox_id:
-            self._sandbox_id = self._program().request_sandbox(self.config.template)
+        self._sandbox = ProgramSandbox(
+            program_id=self.config.program_id,
+            proxy=self.config.proxy,
+            template=self.config.template,
+            sandbox_id=self.config.sandbox_id,
+            timeout_s=self.config.sandbox_timeout_s,
+        )
+        self._sandbox.request()
 
     def execute(self, action: dict[str, Any], cwd: str = "", *, timeout: int | None = None) -> dict[str, Any]:
         """Run a command in the sandbox; the first one waits for it. Raises `ClientError`, and what ends an agent."""
         if self.container_id is None:
-            started_s = time.monotonic()
-            self.container_id = self._wait()
-            self.wait_s = time.monotonic() - started_s
+            sandbox = self._sandbox.wait()
+            if sandbox["driver"] != "docker" or not sandbox["handle"]:
+                raise ClientError(f"the sandbox {sandbox['sandbox_id']} is no Docker container: {sandbox['driver']}")
+            self.container_id = sandbox["handle"]
         output: dict[str, Any] = super().execute(action, cwd, timeout=timeout)
         return output
 
     def cleanup(self) -> None:
         """Leave the sandbox to the proxy, which removes it with its program."""
-
-    def _wait(self) -> str:
-        sandbox = self._program().wait_for_sandbox(
-            sandbox_id=self._sandbox_id or None, timeout_s=self.config.sandbox_timeout_s
-        )
-        if sandbox["driver"] != "docker" or not sandbox["handle"]:
-            raise ClientError(f"the sandbox {sandbox['sandbox_id']} is no Docker container but: {sandbox['driver']}")
-        return sandbox["handle"]
-
-    def _program(self) -> Program:
-        program_id = self.config.program_id or os.environ.get(PROGRAM_VARIABLE)
-        if not program_id:
-            raise ValueError(f"no program: set program_id, or {PROGRAM_VARIABLE} in the environment")
-        return program(program_id, proxy=self.config.proxy or None)

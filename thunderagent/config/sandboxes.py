@@ -16,7 +16,9 @@ class Sandboxes(Slice):
     """Sandboxes."""
 
     sandboxes: Annotated[tuple[DriverKind, ...], NoDecode, BeforeValidator(split_list)] = Field(
-        (), description="what makes programs' sandboxes: docker, kubernetes, callback, separated by commas; none: off"
+        (),
+        description="what makes programs' sandboxes: docker, kubernetes, agent-sandbox, callback, separated by commas; "
+        "none: off",
     )
     sandbox_templates: dict[str, Template] = Field(
         {}, description="what sandboxes are made from, by name; in the file only, as [sandbox_templates.NAME]"

@@ -148,6 +148,17 @@ def _driver(kind: DriverKind, owner: Owner, config: ServeConfig, urls: CallbackU
                 keep_images=config.sandbox_keep_images,
                 images_bytes=config.sandbox_images_bytes if config.sandbox_reclaim_images else None,
             )
+        if kind == "agent-sandbox":
+            from thunderagent.tools.kubernetes.claims import ClaimDriver  # noqa: PLC0415 - needs an extra
+
+            return ClaimDriver(
+                owner,
+                namespace=config.kubernetes_namespace,
+                namespaces={each.namespace for each in config.sandbox_templates.values() if each.namespace},
+                kubeconfig=config.kubernetes_config,
+                api_url=config.kubernetes_url,
+                concurrency_count=2 * config.sandbox_hands_count,
+            )
         if kind == "kubernetes":
             from thunderagent.tools.kubernetes import KubernetesDriver  # noqa: PLC0415 - needs an extra
 
@@ -163,7 +174,8 @@ def _driver(kind: DriverKind, owner: Owner, config: ServeConfig, urls: CallbackU
             )
     except ImportError as error:
         raise ConfigurationError(
-            f"sandboxes by {kind}: install thunderagent with the extra `{kind}` ({error.name} is missing)"
+            f"sandboxes by {kind}: install thunderagent with the extra "
+            f"`{'docker' if kind == 'docker' else 'kubernetes'}` ({error.name} is missing)"
         ) from error
     from thunderagent.tools.callback import CallbackDriver  # noqa: PLC0415 - beside the others
 

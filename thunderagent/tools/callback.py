@@ -68,7 +68,7 @@ _CLEAN_UP_S = 5.0
 # Fields of a template that we enforce, irrelevant to the other side.
 _OUR_FIELDS = {
     *("driver", "prepare_url", "reclaim_url", "prepare_timeout_s", "ready_interval_s"),
-    *("program_classes", "warm_count", "kubernetes_kind", "namespace"),
+    *("program_classes", "warm_count", "kubernetes_kind", "namespace", "warm_pool"),
 }
 
 _SAID: dict[type[SandboxError], str] = {

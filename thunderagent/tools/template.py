@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-DriverKind = Literal["docker", "kubernetes", "callback"]
+DriverKind = Literal["docker", "kubernetes", "agent-sandbox", "callback"]
 Network = Literal["default", "own", "none"]
 PodSecurity = Literal["restricted", "baseline"]
 
@@ -19,6 +19,15 @@ LARGEST_COUNT = 2**62
 """Engines' numbers have 64 bits."""
 
 Port = Annotated[int, Field(gt=0, le=65535)]
+
+
+# What a template must leave to the warm pool of agent-sandbox.
+_SAID_BY_POOL = frozenset(
+    {
+        *("image", "command", "working_dir", "mounts", "network", "cpus_count", "pids_count", "setup"),
+        *("ready_command", "ready_port", "stop_grace_s", "kubernetes_kind", "pod_security", "run_as_user"),
+    }
+)
 
 
 class Mount(BaseModel):
@@ -38,7 +47,7 @@ class Template(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    driver: DriverKind = Field("docker", description="what makes it: docker, kubernetes or callback")
+    driver: DriverKind = Field("docker", description="what makes it: docker, kubernetes, agent-sandbox or callback")
     image: str = Field("", description="image to run; docker and kubernetes need one")
     command: tuple[str, ...] = Field(
         (), description="what runs in it, as docker run and a pod's command take it; none waits for commands"
@@ -101,7 +110,10 @@ class Template(BaseModel):
     )
     warm_count: int = Field(0, ge=0, description="how many spare ones to keep ready")
     kubernetes_kind: Literal["job", "pod"] = Field("job", description="kubernetes: what to make")
-    namespace: str = Field("", description="kubernetes: where; none is that of the configuration")
+    namespace: str = Field("", description="kubernetes, agent-sandbox: where; none is that of the configuration")
+    warm_pool: str = Field(
+        "", description="agent-sandbox: the SandboxWarmPool to claim it from, which says what is in it"
+    )
     pod_security: PodSecurity = Field(
         "restricted",
         description="kubernetes: the Pod Security Standard that it follows. restricted: no root, no capabilities, "
@@ -120,6 +132,8 @@ class Template(BaseModel):
         if self.driver == "callback":
             if not self.prepare_url or not self.reclaim_url:
                 raise ValueError("a callback template needs prepare_url and reclaim_url")
+        elif self.driver == "agent-sandbox":
+            self._check_claim()
         elif not self.image:
             raise ValueError(f"a {self.driver} template needs an image")
         if self.warm_count and self.network == "own":
@@ -133,6 +147,12 @@ class Template(BaseModel):
         if self.run_as_user == 0 and self.pod_security == "restricted":
             raise ValueError('run_as_user 0 is root: it needs pod_security = "baseline"')
         return self
+
+    def _check_claim(self) -> None:
+        if not self.warm_pool:
+            raise ValueError("an agent-sandbox template needs a warm_pool")
+        if said := sorted(_SAID_BY_POOL & self.model_fields_set):
+            raise ValueError(f"the warm pool of an agent-sandbox template says {', '.join(said)}")
 
     def digest(self) -> str:
         """Return a digest that is equal for templates that make the same sandbox."""

@@ -597,6 +597,12 @@ async def test_the_feed_tells_each_change() -> None:
         (b'{"template": "plain", "handle": "x"}', RequestError, "one of"),
         (b'{"spec": {"driver": "kubernetes", "image": "i"}}', RequestError, "--sandboxes has: docker"),
         (b'{"spec": {"image": ""}}', RequestError, "needs an image"),
+        (b'{"spec": {"driver": "agent-sandbox"}}', RequestError, "needs a warm_pool"),
+        (
+            b'{"spec": {"driver": "agent-sandbox", "warm_pool": "p", "image": "i", "setup": ["true"]}}',
+            RequestError,
+            "the warm pool of an agent-sandbox template says image, setup",
+        ),
         (b'{"spec": {"image": "i", "ports": [1], "ready_port": 2}}', RequestError, "not among ports"),
         (b'{"spec": {"image": "i", "what": 1}}', RequestError, "what"),
         (b'{"spec": {"image": "i", "ttl_s": 1e999}}', RequestError, "ttl_s"),

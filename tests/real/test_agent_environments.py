@@ -1,0 +1,289 @@
+"""Agents' released packages in the sandbox that the proxy prepares, as the documentation's snippets have them.
+
+Each asks for its sandbox before it is ready, waits for it at first use, runs a command in it, moves a file in and out,
+and leaves it to the proxy. The packages need many others, so each has a virtual environment outside the checkout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx2
+import pytest
+
+from benchmarks.environments import RealEngineError, ensure_environment
+from tests.real.docker_engine import DockerEngine, DockerEngineError, ensure_docker
+from tests.real.mini_swe_agent import SUBMIT, ScriptedReplica, root_with_bash
+from tests.real.support import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+    from contextlib import AbstractAsyncContextManager
+    from typing import NoReturn
+
+    from benchmarks.processes import Server
+
+    RunProxy = Callable[..., AbstractAsyncContextManager[Server]]
+
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "how-to" / "agent-sandboxes.md"
+IMAGE = "thunderagent-test-bash"
+PROGRAM = "task-7"  # as in the page
+SETUP = "until [ -e /go ]; do sleep 0.1; done; echo prepared > /prepared"
+SWE_REX = """
+import asyncio, pathlib, sys
+from swerex.exceptions import CommandTimeoutError, NonZeroExitCodeError
+from swerex.runtime.abstract import *
+from thunderagent.client.swe_rex import SandboxDeployment
+
+async def main():
+    deployment = SandboxDeployment()
+    await deployment.start()
+    runtime = deployment.runtime
+    assert await deployment.is_alive()
+    await runtime.create_session(CreateBashSessionRequest(startup_source=["/rc"]))
+    for command, output in (("cat /prepared", "prepared"), ("cd /tmp && x=1", ""), ("echo $PWD $x $rc", "/tmp 1 yes")):
+        assert (await runtime.run_in_session(BashAction(command=command))).output.strip() == output, command
+    assert (await runtime.run_in_session(BashAction(command="false", check="silent"))).exit_code == 1
+    try:
+        await runtime.run_in_session(BashAction(command="sleep 60", timeout=1))
+        raise AssertionError
+    except CommandTimeoutError:
+        await runtime.run_in_session(BashInterruptAction())
+    assert (await runtime.run_in_session(BashAction(command="echo again"))).output.strip() == "again"
+    long = "x" * 9000  # more than a terminal's line
+    assert (await runtime.run_in_session(BashAction(command=f"echo {long}"))).output.strip() == long
+    assert (await runtime.run_in_session(BashAction(command="echo $BASH_VERSION"))).output.strip()
+    await runtime.write_file(WriteFileRequest(path="/new/a", content="ä\\n"))
+    assert (await runtime.read_file(ReadFileRequest(path="/new/a"))).content == "ä\\n"
+    await runtime.upload(UploadRequest(source_path=sys.argv[1], target_path="/up"))
+    done = await runtime.execute(Command(command="cat up/file; pwd; echo $A", shell=True, cwd="/", env={"A": "b"}))
+    assert (done.stdout, done.exit_code) == ("moved/\\nb\\n", 0), done
+    try:
+        await runtime.execute(Command(command=["false"], check=True))
+        raise AssertionError
+    except NonZeroExitCodeError:
+        pass
+    await deployment.stop()
+asyncio.run(main())
+"""
+OPENHANDS = """
+import sys
+from thunderagent.client.openhands import SandboxWorkspace
+with SandboxWorkspace(working_dir="/tmp") as workspace:
+    done = workspace.execute_command("cat /prepared; exit 3", cwd="/tmp")
+    assert (done.stdout.strip(), done.exit_code) == ("prepared", 3), done
+    assert workspace.file_upload(f"{sys.argv[1]}/file", "/tmp/up").success
+    assert workspace.file_download("/tmp/up", f"{sys.argv[1]}/back").success
+    assert workspace.alive
+"""
+
+
+def section(heading: str) -> str:
+    """Return what the page says below a heading."""
+    return PAGE.read_text().split(f"\n## {heading}")[1].split("\n## ")[0]
+
+
+def snippet(heading: str, language: str) -> str:
+    """Return the last code in a language below a heading of the page."""
+    return re.findall(rf"```{language}\n(.*?)```", section(heading), re.DOTALL)[-1]
+
+
+@pytest.fixture
+def environment(
+    request: pytest.FixtureRequest, require_real: Callable[[str], NoReturn], pytestconfig: pytest.Config
+) -> Path:
+    """Return the Python of an environment with what a section of the page installs; the first time is announced."""
+    heading, *further = request.param
+    found = re.search(r"pip install (.+?) thunderagent-client +#? *(.*)", section(heading) + " ")
+    assert found is not None
+    wanted = [*found[1].split(), *further]
+    base = None
+    if found[2] == "Python 3.12":
+        base = _newer_python()
+        if base is None:
+            pytest.skip(f"{heading} needs Python 3.12")
+    capture = pytestconfig.pluginmanager.getplugin("capturemanager")
+    try:
+        with capture.global_and_fixture_disabled():
+            return ensure_environment(heading.split(",")[0].lower(), wanted, "minutes", base=base)
+    except RealEngineError as error:
+        require_real(f"no {heading}: {error}")
+
+
+def _newer_python() -> str | None:
+    """Return an interpreter of Python 3.12 or newer that can make an environment; None if this machine has none."""
+    names = filter(None, map(shutil.which, ("python3.12", "python3.13")))
+    for each in (*names, *map(str, sorted(Path.home().glob(".pyenv/versions/3.1[23].*/bin/python3")))):
+        check = "import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 12))"
+        if subprocess.run([each, "-c", check], check=False, capture_output=True).returncode == 0:
+            return each
+    return None
+
+
+@pytest.fixture(scope="module")
+def docker_engine(require_real: Callable[[str], NoReturn]) -> Iterator[DockerEngine]:
+    """Run a Docker engine with an image that has a shell by the name of bash."""
+    try:
+        ensure_docker()
+        with DockerEngine() as engine:
+            with contextlib.closing(engine.client()) as client:
+                client.import_image_from_data(root_with_bash(), repository=IMAGE)
+            yield engine
+    except DockerEngineError as error:
+        require_real(f"no Docker: {error}")
+
+
+def mounts(*further: str) -> str:
+    """Return the line of a template that puts this machine's programs into the sandbox: a real bash among them."""
+    shared = [each for each in ("/usr", "/lib", "/lib64", *further) if Path(each).exists()]
+    parts = [f'{{ source = "{os.path.realpath(each)}", target = "{each}", read_only = true }}' for each in shared]
+    return f"mounts = [{', '.join(parts)}]"
+
+
+@asynccontextmanager
+async def preparing(run_proxy: RunProxy, engine: DockerEngine, template: str, folder: Path) -> AsyncIterator[Server]:
+    """Run a proxy with a template whose setup ends when there is a file /go."""
+    config = folder / "proxy.toml"
+    config.write_text(f"{template}\nimage = {IMAGE!r}\nsetup = [{json.dumps(SETUP)}]\n")
+    options = ("--sandboxes", "docker", "--docker-url", engine.url, "--config", str(config))
+    async with ScriptedReplica([SUBMIT]).running() as replica, run_proxy((replica,), *options) as proxy:
+        yield proxy
+
+
+async def run(folder: Path, engine: DockerEngine, proxy: Server, *words: str) -> tuple[int | None, str]:
+    """Run a command with a file to move in `folder`; return its exit status and output."""
+    (folder / "moved").mkdir(exist_ok=True)
+    (folder / "moved" / "file").write_text("moved")
+    variables = {
+        "DOCKER_HOST": engine.url,
+        "DOCKER_CONFIG": str(folder),
+        "HOME": str(folder),
+        "PYTHONPATH": str(ROOT),
+        "THUNDERAGENT_PROXY": proxy.url,
+        "THUNDERAGENT_PROGRAM_ID": PROGRAM,
+        "NO_PROXY": "127.0.0.1",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    }
+    process = await asyncio.create_subprocess_exec(
+        *words,
+        cwd=folder,
+        env={**os.environ, **variables},
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    return process.returncode, output.decode()
+
+
+async def let_go(engine: DockerEngine) -> str:
+    """Wait until the program has a sandbox in preparation, and let its setup end; return the sandbox."""
+
+    async def has_begun() -> bool:
+        return bool(sandboxes_of(engine))
+
+    await until(has_begun, within_s=120)
+    (sandbox,) = sandboxes_of(engine)
+    with contextlib.closing(engine.client()) as client:
+        client.exec_start(client.exec_create(sandbox, ["touch", "/go"]))
+    return sandbox
+
+
+def sandboxes_of(engine: DockerEngine) -> list[str]:
+    """Return the ids of the program's containers, running or not."""
+    with contextlib.closing(engine.client()) as client:
+        found = client.containers(all=True, filters={"label": f"thunderagent.program-id={PROGRAM}"})
+        return [each["Id"] for each in found]
+
+
+async def released(engine: DockerEngine, proxy: Server, sandbox: str) -> None:
+    """Check that the sandbox is there, and alone, after its agent has ended; release the program, and see it go."""
+    assert sandboxes_of(engine) == [sandbox]
+    async with httpx2.AsyncClient(base_url=proxy.url, timeout=60) as admin:
+        await admin.post("/programs/release", json={"program_id": PROGRAM})
+
+    async def is_gone() -> bool:
+        return not sandboxes_of(engine)
+
+    await until(is_gone, within_s=60)
+
+
+@pytest.mark.parametrize("environment", [["SWE-agent"]], indirect=True)
+async def test_swe_rex(environment: Path, docker_engine: DockerEngine, run_proxy: RunProxy, tmp_path: Path) -> None:
+    """The page's snippet runs, and shells, commands and files as SWE-agent uses them."""
+    async with preparing(run_proxy, docker_engine, f"[sandbox_templates.coder]\n{mounts()}", tmp_path) as proxy:
+        python = str(environment)
+        first = asyncio.create_task(run(tmp_path, docker_engine, proxy, python, "-c", snippet("SWE-agent", "python")))
+        sandbox = await let_go(docker_engine)
+        status, output = await first
+        assert (status, output.strip()) == (0, "13"), output
+        with contextlib.closing(docker_engine.client()) as client:
+            client.exec_start(client.exec_create(sandbox, ["sh", "-c", "echo rc=yes > /rc"]))
+        status, output = await run(tmp_path, docker_engine, proxy, python, "-c", SWE_REX, str(tmp_path / "moved"))
+        assert status == 0, output
+        await released(docker_engine, proxy, sandbox)
+
+
+@pytest.mark.nightly  # to install it and what it needs takes a minute
+@pytest.mark.parametrize("environment", [["Harbor"]], indirect=True)
+async def test_harbor(environment: Path, docker_engine: DockerEngine, run_proxy: RunProxy, tmp_path: Path) -> None:
+    """The page's command runs a task: its solution, its tests, and the file with the reward that comes back."""
+    task = tmp_path / "tasks" / "7"
+    for name, text in {
+        "task.toml": '[environment]\ndocker_image = "of-the-template"\nworkdir = "/tmp"\n',
+        "instruction.md": "Write what was prepared to done.txt.",
+        "environment/given.txt": "given",
+        "solution/solve.sh": "#!/bin/sh\ncat /prepared given.txt > done.txt\n",
+        "tests/test.sh": '#!/bin/sh\n[ "$(cat done.txt)" = "prepared\ngiven" ] && echo 1 > /logs/verifier/reward.txt\n',
+    }.items():
+        (task / name).parent.mkdir(parents=True, exist_ok=True)
+        (task / name).write_text(text)
+    command = snippet("Harbor", "sh").split("\n", 1)[1]
+    async with preparing(run_proxy, docker_engine, "[sandbox_templates.coder]", tmp_path) as proxy:
+        words = ("sh", "-c", f"PATH={environment.parent}:$PATH; {command}")
+        running = asyncio.create_task(run(tmp_path, docker_engine, proxy, *words))
+        sandbox = await let_go(docker_engine)
+        status, output = await running
+        assert status == 0, output
+        (result,) = (tmp_path / "jobs").glob("*/*/result.json")
+        assert json.loads(result.read_text())["verifier_result"]["rewards"] == {"reward": 1.0}, output
+        await released(docker_engine, proxy, sandbox)
+
+
+@pytest.mark.nightly  # to install it and what it needs takes minutes
+@pytest.mark.parametrize("environment", [["OpenHands", "openhands-agent-server==1.58.2"]], indirect=True)
+async def test_openhands(environment: Path, docker_engine: DockerEngine, run_proxy: RunProxy, tmp_path: Path) -> None:
+    """The page's snippet runs, with the agent server of its image taken from this machine; files go in and out."""
+    prefix = environment.parent.parent
+    base = Path(os.path.realpath(environment)).parents[1]
+    lines = ["[sandbox_templates.openhands]", "ports = [8000]", "ready_port = 8000", 'environment = { HOME = "/tmp" }']
+    server = [str(environment), "-m", "openhands.agent_server", "--host", "0.0.0.0", "--port", "8000"]
+    lines.append(f"command = {json.dumps(server)}")
+    lines.append(mounts("/etc/ssl", str(base), str(prefix)))
+    async with preparing(run_proxy, docker_engine, "\n".join(lines), tmp_path) as proxy:
+        python = str(environment)
+        first = asyncio.create_task(run(tmp_path, docker_engine, proxy, python, "-c", snippet("OpenHands", "python")))
+        sandbox = await let_go(docker_engine)
+        status, output = await first
+        assert status == 0, output
+        assert output.strip().splitlines()[-1] == "42", output
+        status, output = await run(tmp_path, docker_engine, proxy, python, "-c", OPENHANDS, str(tmp_path / "moved"))
+        assert status == 0, output
+        assert (tmp_path / "moved" / "back").read_text() == "moved"
+        await released(docker_engine, proxy, sandbox)
