@@ -77,6 +77,9 @@ class Programs(Protocol):
     def runs(self, program_id: str) -> bool:
         """Return whether it was admitted: it holds a claim on a replica."""
 
+    def uses_tools(self, program_id: str) -> bool:
+        """Return whether a turn of it has ended and none is here: it may wait for its sandbox, paused or not."""
+
     def acting_for_s(self, program_id: str) -> float:
         """Return how long no turn of it is here; 0 while one is."""
 
@@ -268,11 +271,11 @@ class Manager:
         return self._request(program_id, template, wanted.template or "", wanted.share)
 
     def _request(self, program_id: str, template: Template, template_name: str, share_key: str = "") -> Sandbox:
-        now_s, runs = self._clock(), self._programs.runs(program_id)
-        sandbox = self.table.request(now_s, template, template_name, program_id, share_key, at_once=runs)
+        now_s, at_once = self._clock(), self._needs_it_now(program_id)
+        sandbox = self.table.request(now_s, template, template_name, program_id, share_key, at_once=at_once)
         if sandbox.stage not in COMING:  # it was kept warm, or is shared
             self._programs.sandbox_ready(program_id, sandbox.sandbox_id, sandbox.prepare_s or 0.0)
-        if runs:
+        if at_once:
             self._admitted(program_id)
         self._tell(sandbox)
         self._changed.set()
@@ -482,8 +485,8 @@ class Manager:
         holds_s = self._programs.expected_holds_s()
         if self._may_suspend:
             self._suspend_idle(holds_s)
-        runs = self._programs.runs
-        for action in self.table.plan(self._clock(), needed_in_s(runs, holds_s), runs, self._may_wait):
+        needs, uses = self._needs_it_now, self._programs.uses_tools
+        for action in self.table.plan(self._clock(), needed_in_s(needs, holds_s), needs, uses):
             sandbox = action.sandbox
             if isinstance(action, Prepare):
                 self._preparing[sandbox.name] = group.create_task(self._prepare(sandbox))
@@ -495,9 +498,9 @@ class Manager:
                 self._lost(action.instead, sandbox)
             self._tell(sandbox)
 
-    def _may_wait(self, program_id: str) -> bool:
-        """Return whether a program that was let in can do nothing but wait for its sandbox: no turn of it is here."""
-        return self._programs.runs(program_id) and self._programs.acting_for_s(program_id) > 0.0
+    def _needs_it_now(self, program_id: str) -> bool:
+        """Return whether a program was let in, or was and uses tools; one whose turn waits again does not."""
+        return self._programs.runs(program_id) or self._programs.uses_tools(program_id)
 
     def _lost(self, instead: Sandbox, sandbox: Sandbox) -> None:
         """Tell that a sandbox went to others; its owners get another one later."""
@@ -566,7 +569,7 @@ class Manager:
             sandbox.awaited_since_s = None
         for program_id in sandbox.program_ids:
             self._programs.sandbox_ready(program_id, sandbox.sandbox_id, sandbox.prepare_s or 0.0)
-            if self._programs.runs(program_id):
+            if self._needs_it_now(program_id):
                 self.table.used(now_s, program_id)
 
     def _prepare_failed(self, sandbox: Sandbox, error: SandboxError) -> None:

@@ -11,9 +11,10 @@ program will be admitted is only an estimate. So a preparation is due at that ti
 of this template took. Idle hands begin sooner, but preparations that are not due yet leave a part of the caps and of
 the hands to those that may come and are (`early_ratio`). A due one without room takes that of a warm sandbox.
 
-A program that was let in never waits for a sandbox that stands unused for one that was not: it gets it if both are made
-alike, and its owner gets another later. If they are made differently, it gets its room, as soon as nothing but its
-sandbox keeps it. Nobody loses one that may be in use: of which a client was told where it is (`Sandbox.told`).
+A program that was let in never waits for a sandbox that stands unused for one that was not, also if it was paused
+meanwhile, since its agent waits for nothing else. It gets that sandbox if both are made alike, and its owner gets
+another later. If they are made differently, it gets its room, as soon as nothing but its sandbox keeps it. Nobody loses
+one that may be in use: of which a client was told where it is (`Sandbox.told`).
 """
 
 from __future__ import annotations
@@ -325,8 +326,8 @@ class SandboxTable:
         """Return what to do now, and consider it begun.
 
         `needed_in_s` maps programs to the seconds until they are expected to be admitted: 0 if running. `runs` says
-        which run, `waits` which of these have no turn, so that they may wait for a sandbox. Cost: O(sandboxes + wanted
-        log wanted).
+        which run or use tools, `waits` which of these have no turn, so that they may wait for a sandbox. Cost:
+        O(sandboxes + wanted log wanted).
         """
         self._adjust_warm(now_s)
         actions: list[Action] = list(self._hand_over(now_s, needed_in_s, runs))
@@ -365,7 +366,7 @@ class SandboxTable:
     ) -> Iterator[HandOver]:
         """Give idle sandboxes to programs that run and wait for one alike, and warm ones to all that wait."""
         coming = [each for each in self.sandboxes.values() if each.stage in COMING and each.program_ids]
-        awaited = {each for each in coming if each.awaited_since_s is not None and any(map(runs, each.program_ids))}
+        awaited = {each for each in coming if any(map(runs, each.program_ids))}
         if not awaited and not (coming and self._unowned):
             return
         idle: dict[str, list[Sandbox]] = {}
