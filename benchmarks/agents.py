@@ -9,9 +9,10 @@ every run ends: each turn is computed by the engine, with its prompt and as many
 answer is replaced by the script's next command. Arms: `own`: each agent makes and sets up a container of its own and
 removes it; `own-left`: nothing removes it; `prepared`: the proxy prepares it from a template with the same setup and
 removes it; `reused`: the same with `reuse_setup`; `killed`: that proxy gets `kill -9`, and the agents, too, once a
-third of them has ended, and what is left is counted when nothing goes any more. On the critical path is what an agent
-waits for its sandbox. Disk is what the engine's file system takes beyond its beginning, and the setups that the proxy
-keeps. It needs root, as the tests' own Docker engine does.
+third of them has ended, and what is left is counted when nothing goes any more. In each arm there are `--sandboxes` at
+a time at most. An agent waits for a place and for the setup itself, which are told apart: for one of its own before its
+first turn, for a prepared one at its first command. Disk is what the engine's file system takes beyond its beginning,
+and the setups that the proxy keeps. It needs root, as the tests' own Docker engine does.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
+import docker  # type: ignore[import-untyped]
 from aiohttp import web
 from rich.console import Console
 from rich.table import Table
@@ -161,6 +163,7 @@ async def run_arm(arm: str, policy: str, options: argparse.Namespace, engine: Do
                     "removes": arm == "own",
                     "agents_count": options.agents,
                     "at_once": options.at_once,
+                    "sandboxes_count": options.sandboxes,
                     "proxy": proxy.url,
                     "model": front.model,
                     "image": BASE_IMAGE,
@@ -179,16 +182,19 @@ async def run_arm(arm: str, policy: str, options: argparse.Namespace, engine: Do
                 took_s = time.monotonic() - started_s
     figures = _figures(runs, front, disk, took_s, log_path) | {"arm": arm, "policy": policy}
     if arm == "killed":
-        figures |= {"left_at_once": _left(engine), "gone_after_s": await _gone(engine, images_count)}
-    left = _left(engine, remove=True)
-    return figures | {"left": left | {"images": left["images"] - images_count}}
+        at_once = _left(engine, images_count)
+        figures |= {"left_at_once": at_once, "gone_after_s": await _gone(engine, images_count)}
+    elif arm == "own":  # the agents told the engine to stop theirs, which takes ten seconds
+        await _gone(engine, images_count, within_s=30.0)
+    return figures | {"left": _left(engine, images_count, remove=True)}
 
 
-async def _gone(engine: DockerEngine, images_count: int) -> float:
-    """Wait until nothing is left, within `GONE_S`; return how long that took, in seconds."""
+async def _gone(engine: DockerEngine, images_count: int, within_s: float = GONE_S) -> float:
+    """Wait until nothing is left; return how long that took, in seconds."""
     started_s = time.monotonic()
-    nothing = {"containers": 0, "networks": 0, "volumes": 0, "images": images_count}
-    while await asyncio.to_thread(_left, engine) != nothing and time.monotonic() < started_s + GONE_S:
+    while any((await asyncio.to_thread(_left, engine, images_count)).values()):
+        if time.monotonic() > started_s + within_s:
+            break
         await asyncio.sleep(1.0)
     return time.monotonic() - started_s
 
@@ -231,8 +237,8 @@ async def _watch(engine: DockerEngine, before_bytes: int, started_s: float, disk
         await asyncio.sleep(WATCH_S)
 
 
-def _left(engine: DockerEngine, *, remove: bool = False) -> Json:
-    """Count what is at the engine, by kind; `remove` the containers."""
+def _left(engine: DockerEngine, images_count: int = 0, *, remove: bool = False) -> Json:
+    """Count what is at the engine, by kind, beside so many images; `remove` the containers."""
     with contextlib.closing(engine.client()) as client:
         containers = client.containers(all=True)
         networks = [each for each in client.networks() if each["Name"] not in ("bridge", "host", "none")]
@@ -240,10 +246,11 @@ def _left(engine: DockerEngine, *, remove: bool = False) -> Json:
             "containers": len(containers),
             "networks": len(networks),
             "volumes": len(client.volumes()["Volumes"] or ()),
-            "images": len(client.images(quiet=True)),
+            "images": len(client.images(quiet=True)) - images_count,
         }
         for each in containers if remove else ():
-            client.remove_container(each["Id"], force=True, v=True)
+            with contextlib.suppress(docker.errors.APIError):  # it is going already
+                client.remove_container(each["Id"], force=True, v=True)
     return left
 
 
@@ -273,13 +280,12 @@ def _figures(
 ) -> Json:
     preparations = _preparations(log_path)
     tool_s = sorted(each for run in runs for each in run["tool_s"])
-    critical_s = sorted(run["critical_s"] for run in runs)
     return {
         "solved_count": sum(run["solved"] for run in runs),
         "programs_per_hour": 3600 * len(runs) / took_s,
         "steps_per_min": 60 * sum(run["turn_count"] for run in runs) / took_s,
         "hit_ratio": front.cached_tokens / max(1, front.prompt_tokens),
-        "critical_s": {"mean": fmean(critical_s), "median": median(critical_s), "most": critical_s[-1]},
+        **{what: _times(sorted(run[what] for run in runs)) for what in ("place_s", "setup_s")},
         **preparations,
         "disk_peak_bytes": max(used for _, used in disk) + preparations["kept_bytes"],
         "disk": disk[:: max(1, len(disk) // 200)],
@@ -288,11 +294,16 @@ def _figures(
     }
 
 
+def _times(sorted_s: list[float]) -> Json:
+    return {"mean": fmean(sorted_s), "median": median(sorted_s), "most": sorted_s[-1], "all": sorted_s}
+
+
 def show(results: list[Json]) -> None:
     """Print the table."""
     table = Table(title="Agents in sandboxes")
     for name in (
-        *("arm", "policy", "solved", "programs/h", "steps/min", "hits", "on the critical path, mean s (most)"),
+        *("arm", "policy", "solved", "programs/h", "steps/min", "hits", "waits for a place, mean s (most)"),
+        "for its setup, mean s (most)",
         "to prepare: first, later, s",
         *("disk at peak, MB", "tool, mean s (p95)", "left"),
     ):
@@ -301,7 +312,7 @@ def show(results: list[Json]) -> None:
         table.add_row(
             *(each["arm"], each["policy"], str(each["solved_count"]), f"{each['programs_per_hour']:.0f}"),
             *(f"{each['steps_per_min']:.1f}", f"{each['hit_ratio']:.2f}"),
-            f"{each['critical_s']['mean']:.2f} ({each['critical_s']['most']:.1f})",
+            *(f"{each[what]['mean']:.2f} ({each[what]['most']:.1f})" for what in ("place_s", "setup_s")),
             " ".join("" if each["prepare_s"][k] is None else f"{each['prepare_s'][k]:.1f}" for k in ("first", "later")),
             f"{each['disk_peak_bytes'] / 1e6:.0f}",
             f"{each['tool_s']['mean']:.2f} ({each['tool_s']['p95']:.2f})",
@@ -326,11 +337,11 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--agents", type=int, default=24, help="agents in all")
     parser.add_argument("--at-once", type=int, default=24, help="agents that are open at a time")
-    parser.add_argument("--sandboxes", type=int, default=5, help="sandbox_max_count of the proxy")
+    parser.add_argument("--sandboxes", type=int, default=8, help="sandboxes at a time, in each arm")
     parser.add_argument(
-        "--admitted", type=int, default=0, help="programs that may run at a time, the others wait; 0: as many as fit"
+        "--admitted", type=int, default=4, help="programs that may run at a time, the others wait; 0: as many as fit"
     )
-    parser.add_argument("--arms", default="own-left,prepared,reused,killed", help=f"of {', '.join(ARMS)}")
+    parser.add_argument("--arms", default="own,own-left,prepared,reused,killed", help=f"of {', '.join(ARMS)}")
     parser.add_argument("--policies", default="default", help="policies of the proxy; default is its own")
     parser.add_argument("--engine-url", default="", help="a running engine; by default a simulated one is started")
     parser.add_argument("--kv-tokens", type=int, default=4_000, help="KV pool of the simulated engine")

@@ -19,28 +19,61 @@ from minisweagent.models.litellm_model import LitellmModel
 from thunderagent.client import Program, program
 from thunderagent.client.mini_swe_agent import SandboxEnvironment
 
+LOOK_S = 0.1
+"""How often a first command looks for its sandbox."""
+
+
+class PreparedEnvironment(SandboxEnvironment):
+    """The proxy's sandbox; tells apart what the first command waits for: a place, or its preparation."""
+
+    place_s = setup_s = 0.0
+
+    def _wait(self) -> str:
+        looked_s = time.monotonic()
+        while True:
+            (stage,) = (each["stage"] for each in self._program().sandboxes() if each["sandbox_id"] == self._sandbox_id)
+            now_s = time.monotonic()
+            if stage == "requested":
+                self.place_s += now_s - looked_s
+            else:
+                self.setup_s += now_s - looked_s
+            if stage not in ("requested", "preparing"):
+                return super()._wait()
+            looked_s = now_s
+            time.sleep(LOOK_S)
+
 
 class OwnEnvironment(DockerEnvironment):
-    """The package's own container, set up before the first turn; `removes`: it goes at the end."""
+    """The package's own container, set up before the first turn; `removes`: it goes at the end.
 
-    def __init__(self, *, setup: list[str], removes: bool, **settings: Any) -> None:
-        """Start it and wait for its setup."""
-        self._removes = removes
+    There are no more than `places` at a time.
+    """
+
+    def __init__(self, *, setup: list[str], removes: bool, places: threading.Semaphore, **settings: Any) -> None:
+        """Wait for a place, start it and wait for its setup."""
+        self._removes, self._places = removes, places
+        asked_s = time.monotonic()
+        places.acquire()
         started_s = time.monotonic()
+        self.place_s = started_s - asked_s
         super().__init__(**settings)
         for command in setup:
             output = self.execute({"command": command}, timeout=600)
             if output["returncode"] != 0:
                 raise RuntimeError(f"setup failed: {output}")
-        self.wait_s = time.monotonic() - started_s
+        self.wait_s = self.setup_s = time.monotonic() - started_s
 
     def cleanup(self) -> None:
         """Remove it, or leave it."""
         if self._removes:
             super().cleanup()
 
+    def leave(self) -> None:
+        """Let another agent have one."""
+        self._places.release()
 
-def run_one(plan: dict[str, Any], number: int, started_s: float) -> dict[str, Any]:
+
+def run_one(plan: dict[str, Any], number: int, started_s: float, places: threading.Semaphore) -> dict[str, Any]:
     """Run one agent from its begin to its release."""
     task = plan["tasks"][number % len(plan["tasks"])]
     own = program(f"{plan['name']}-{number}", proxy=plan["proxy"])
@@ -48,14 +81,12 @@ def run_one(plan: dict[str, Any], number: int, started_s: float) -> dict[str, An
     config = get_config_from_spec("mini.yaml")
     settings = config["environment"] | {"cwd": "/", "interpreter": ["sh", "-c"], "timeout": 300}
     tool_s: list[float] = []
-    made_s = time.monotonic()
     if plan["prepared"]:
         settings |= {"program_id": own.program_id, "proxy": own.proxy, "template": task["name"]}
-        environment = SandboxEnvironment(**settings, sandbox_timeout_s=900)
+        environment = PreparedEnvironment(**settings, sandbox_timeout_s=900)
     else:
-        settings |= {"image": plan["image"], "run_args": ["--label", f"bench={plan['name']}"], "pull_timeout": 600}
-        environment = OwnEnvironment(**settings, setup=task["setup"], removes=plan["removes"])
-    made_s = time.monotonic() - made_s
+        settings |= {"image": plan["image"], "run_args": ["--rm"] if plan["removes"] else [], "pull_timeout": 600}
+        environment = OwnEnvironment(**settings, setup=task["setup"], removes=plan["removes"], places=places)
     execute = environment.execute
 
     def timed(action: dict[str, Any], cwd: str = "", **options: Any) -> dict[str, Any]:
@@ -74,12 +105,15 @@ def run_one(plan: dict[str, Any], number: int, started_s: float) -> dict[str, An
         ended_s = time.monotonic()
         own.release()
         environment.cleanup()
+        if not plan["prepared"]:
+            environment.leave()
     return {
         "number": number,
         "task": task["name"],
         "solved": result["exit_status"] == "Submitted" and result["submission"].strip() == "OK",
         "turn_count": turn_count,
-        "critical_s": made_s + (environment.wait_s if plan["prepared"] else 0.0),
+        "place_s": environment.place_s,
+        "setup_s": environment.setup_s,
         "tool_s": tool_s,
         "begun_s": begun_s - started_s,
         "ended_s": ended_s - started_s,
@@ -103,12 +137,12 @@ def main() -> None:
     """Run the plan."""
     plan = json.load(sys.stdin)
     started_s, printing = time.monotonic(), threading.Lock()
-    hands = threading.Semaphore(plan["at_once"])
+    hands, places = threading.Semaphore(plan["at_once"]), threading.Semaphore(plan["sandboxes_count"])
 
     def work(number: int) -> None:
         with hands:
             try:
-                said = run_one(plan, number, started_s)
+                said = run_one(plan, number, started_s, places)
             except Exception as error:
                 said = {"number": number, "error": repr(error)}
         with printing:

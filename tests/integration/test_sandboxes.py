@@ -210,6 +210,28 @@ async def test_the_first_turn_of_a_class_gets_its_sandbox_while_it_is_held() -> 
         await until_gone(service)
 
 
+@pytest.mark.parametrize("template", ["plain", "coder"])
+async def test_a_window_of_programs_and_few_sandboxes_do_not_stand_still(template: str) -> None:
+    """The only sandbox is prepared for a program that is not let in, and the one that was waits for it."""
+    window = {"policy": "passthrough", "admission": "window", "policy_args": {"admission.n": "1"}}
+    async with proxy_with_sandboxes(sandbox_max_count=1, **window) as (proxy, service):
+        await post(proxy.url, "/programs/held/sandboxes", {"template": "plain"})
+        async with asyncio.timeout(DEADLINE_S):
+            while [each["stage"] for each in (await get(proxy.url, "/sandboxes")).json()["sandboxes"]] != ["ready"]:
+                await asyncio.sleep(0.01)
+        await ask(proxy.url, "first")
+        held = asyncio.create_task(ask(proxy.url, "held"))
+        await post(proxy.url, "/programs/first/sandboxes", {"template": template})
+        mine = await has_stage(proxy, "first", "in_use")
+        assert service.there == {mine["sandbox_id"]}
+        assert [each["stage"] for each in await sandboxes_of(proxy, "held")] == ["requested"]
+        await post(proxy.url, "/programs/release", {"program_id": "first"})
+        assert (await held).status == 200
+        await has_stage(proxy, "held", "in_use")
+        await post(proxy.url, "/programs/release", {"program_id": "held"})
+        await until_gone(service)
+
+
 async def test_changes_are_streamed() -> None:
     """The stream has the current state first, then each change, of one program alone."""
     async with proxy_with_sandboxes() as (proxy, service):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import httpx2
 import pytest
 import pytest_asyncio
+from docker.errors import NotFound
 
 from benchmarks.processes import Server, thunderagent
 from tests.real.docker_engine import (
@@ -127,6 +128,14 @@ class Rollout:
         with contextlib.closing(self.engine.client()) as docker:
             docker.exec_start(docker.exec_create(handle, ["sh", "-c", command]))
 
+    def files(self, handle: str, path: str) -> list[str]:
+        """Return the name of a file in a container, in a list; empty if there is none."""
+        with contextlib.closing(self.engine.client()) as docker:
+            try:
+                return [docker.get_archive(handle, path)[1]["name"]]
+            except NotFound:
+                return []
+
     def disk_bytes(self) -> int:
         """Return the used bytes of the engine's file system."""
         return shutil.disk_usage(self.engine.data_root).used
@@ -185,9 +194,10 @@ def _async(condition: Callable[[], bool]) -> Callable[[], Awaitable[bool]]:
 
 
 @contextlib.asynccontextmanager
-async def serving(engine: DockerEngine, log_path: Path, *options: str) -> AsyncIterator[Rollout]:
-    """Run a proxy with a simulated engine."""
-    command = ("serve", "--port", "0", "--embedded-engines", "1", "--sandboxes", "docker", "--docker-url", engine.url)
+async def serving(engine: DockerEngine, log_path: Path, *options: str, backends: str = "") -> AsyncIterator[Rollout]:
+    """Run a proxy, by default with a simulated engine of its own."""
+    replicas = ("--backends", backends) if backends else ("--embedded-engines", "1")
+    command = ("serve", "--port", "0", *replicas, "--sandboxes", "docker", "--docker-url", engine.url)
     more = ("--sandbox-owner", OWNER, "--sandbox-specs", "true", "--sandbox-hands-count", "8", "--log-format", "json")
     async with (
         thunderagent(*command, *more, *options, log_path=log_path) as proxy,
@@ -296,6 +306,87 @@ async def test_a_container_that_turns_name_goes_with_its_program(engine: DockerE
         await until(_async(lambda: [each["Id"] for each in docker.containers(all=True)] == [made[2]]), within_s=60)
         await rollout.releases("p1")
         await until(_async(lambda: docker.containers(all=True) == []), within_s=60)
+
+
+@pytest.mark.parametrize("is_alike", [True, False])
+async def test_who_was_let_in_gets_the_unused_sandbox_of_who_was_not(
+    engine: DockerEngine, tmp_path: Path, *, is_alike: bool
+) -> None:
+    """One program at a time, one sandbox, made for another: otherwise both wait for ever."""
+    window = ("--policy", "passthrough", "--admission", "window", "--policy-arg", "admission.n=1")
+    async with serving(engine, tmp_path / "log", *window, "--sandbox-max-count", "1") as rollout:
+        await rollout.asks("held")
+
+        async def prepared() -> bool:
+            (report,) = (await rollout.client.get("/sandboxes")).json()["sandboxes"]  # asking for its own would use it
+            return bool(report["stage"] == "ready")
+
+        await until(prepared, within_s=60)
+        (made,) = rollout.ours()
+        assert (await rollout.takes_turn("first")).status_code == 200
+        held = asyncio.create_task(rollout.takes_turn("held"))
+        await rollout.asks("first", **({} if is_alike else {"environment": {"OTHER": "1"}}))
+        report = await rollout.is_usable("first")
+        assert (report["handle"] == made["Id"]) == is_alike
+        await asyncio.to_thread(rollout.runs, report["handle"], "echo first > /of")
+        assert [each["Id"] for each in rollout.ours()] == [report["handle"]]
+        assert (await rollout.sandbox("held"))["stage"] == "requested"
+        await rollout.releases("first")
+        assert (await held).status_code == 200
+        again = (await rollout.is_usable("held"))["handle"]
+        assert again not in (made["Id"], report["handle"])
+        assert rollout.files(again, "/of") == [], "it sees nothing of the first"
+        await rollout.releases("held")
+        await rollout.gone()
+
+
+async def test_sandboxes_stand_still_while_their_programs_wait_and_wake_ahead(
+    engine: DockerEngine, tmp_path: Path
+) -> None:
+    """Twelve programs, memory for a quarter: each runs a command in its sandbox as soon as its turn is answered."""
+    simulated = ("engine", "--port", "0", "--kv-tokens", "2500", "--speed", "0.15")
+    async with (
+        thunderagent(*simulated, log_path=tmp_path / "engine.log") as replica,
+        serving(engine, tmp_path / "log", backends=replica.url) as rollout,
+    ):
+        began_s = time.time()
+        let_in_s: dict[str, list[float]] = {}
+
+        async def run(number: int) -> None:
+            name = f"p{number}"
+            await rollout.asks(name, suspend=True)
+            handle = (await rollout.is_usable(name))["handle"]
+            let_in_s[handle] = []
+            content = " ".join(f"w{number}x{each}" for each in range(350))
+            for _ in range(3):
+                turn = await rollout.takes_turn(name, max_tokens=100, messages=[{"role": "user", "content": content}])
+                assert turn.status_code == 200, turn.text
+                story = (await rollout.client.get(f"/programs/{name}")).json()["story"]
+                let_in_s[handle].append(
+                    time.time() - min(e["began_ago_s"] for e in story if e["began_ago_s"] is not None)
+                )
+                await asyncio.to_thread(rollout.runs, handle, "echo >> /ran")  # refused if it still stood still
+                content += " w1 w2 w3"
+                await asyncio.sleep(1.0)
+            assert await asyncio.to_thread(rollout.files, handle, "/ran") == ["ran"]
+            await rollout.releases(name)
+
+        await asyncio.gather(*(run(number) for number in range(12)))
+        await rollout.gone()
+    with contextlib.closing(engine.client()) as docker:
+        said = docker.events(since=int(began_s), until=int(time.time()) + 1, decode=True)
+        pauses = [
+            (each["id"], each["Action"], each["timeNano"] / 1e9)
+            for each in said
+            if each["Type"] == "container" and each["Action"] in ("pause", "unpause")
+        ]
+    woken = [(handle, at_s) for handle, what, at_s in pauses if what == "unpause"]
+    assert len(woken) == len(pauses) / 2 > 0, pauses
+    ahead_s = [min((let - at_s for let in let_in_s[handle] if let > at_s - 0.5), default=0.0) for handle, at_s in woken]
+    print(
+        f"\n{len(woken)} were suspended; woken ahead of their turn by, s: {sorted(round(each, 2) for each in ahead_s)}"
+    )
+    assert max(ahead_s) > 0.0
 
 
 async def _twenty(rollout: Rollout, ttl_s: float) -> None:

@@ -41,6 +41,11 @@ class RuntimePrograms:
         """See `Programs`."""
         return any(program.status is Status.ACTIVE for program in self.runtime.pools.incarnations(program_id))
 
+    def uses_tools(self, program_id: str) -> bool:
+        """See `Programs`."""
+        programs = self.runtime.pools.incarnations(program_id)
+        return any(each.turn_count for each in programs) and all(each.phase is Phase.ACTING for each in programs)
+
     def acting_for_s(self, program_id: str) -> float:
         """See `Programs`."""
         programs = self.runtime.pools.incarnations(program_id)

@@ -63,18 +63,20 @@ class Feed:
         finally:
             self._readers.pop(queue, None)
 
-    def tell(self, sandbox: Sandbox, now_s: float) -> None:
-        """Report a sandbox's change to all its readers."""
+    def tell(self, sandbox: Sandbox, now_s: float) -> bool:
+        """Report a sandbox's change to all its readers; return whether one of them follows its program."""
         if not self._readers:
-            return
-        report = report_of(sandbox, now_s)
+            return False
+        report, told = report_of(sandbox, now_s), False
         for queue, program_id in list(self._readers.items()):
             if program_id is not None and program_id not in sandbox.program_ids:
                 continue
+            told = told or program_id is not None
             if queue.qsize() < MAX_BEHIND_COUNT:
                 queue.put_nowait(report)
             else:
                 self._end(queue)
+        return told
 
     def close(self) -> None:
         """End it for all readers."""

@@ -77,6 +77,9 @@ class Programs(Protocol):
     def runs(self, program_id: str) -> bool:
         """Return whether it was admitted: it holds a claim on a replica."""
 
+    def uses_tools(self, program_id: str) -> bool:
+        """Return whether a turn of it has ended and none is here: it may wait for its sandbox, paused or not."""
+
     def acting_for_s(self, program_id: str) -> float:
         """Return how long no turn of it is here; 0 while one is."""
 
@@ -217,7 +220,7 @@ class Manager:
             for each, place in zip(wanted, places, strict=True)
         ]
         self._changed.set()
-        return [self._report(sandbox) for sandbox in made]
+        return [self._report_to_client(sandbox) for sandbox in made]
 
     def _check(self, wanted: SandboxRequest) -> None:
         if wanted.template is not None and wanted.template not in self.templates:
@@ -268,10 +271,11 @@ class Manager:
         return self._request(program_id, template, wanted.template or "", wanted.share)
 
     def _request(self, program_id: str, template: Template, template_name: str, share_key: str = "") -> Sandbox:
-        sandbox = self.table.request(self._clock(), template, template_name, program_id, share_key)
+        now_s, at_once = self._clock(), self._needs_it_now(program_id)
+        sandbox = self.table.request(now_s, template, template_name, program_id, share_key, at_once=at_once)
         if sandbox.stage not in COMING:  # it was kept warm, or is shared
             self._programs.sandbox_ready(program_id, sandbox.sandbox_id, sandbox.prepare_s or 0.0)
-        if self._programs.runs(program_id):
+        if at_once:
             self._admitted(program_id)
         self._tell(sandbox)
         self._changed.set()
@@ -334,11 +338,11 @@ class Manager:
         self._changed.set()
 
     def of_program(self, program_id: str) -> list[Report]:
-        """Report on a program's sandboxes, oldest first."""
-        return [self._report(sandbox) for sandbox in self.table.of_program(program_id)]
+        """Report on a program's sandboxes, oldest first, to its client: it may use them from now on."""
+        return [self._report_to_client(sandbox) for sandbox in self.table.of_program(program_id)]
 
     def all(self) -> list[Report]:
-        """Report on every sandbox."""
+        """Report on every sandbox, to an operator."""
         return [self._report(sandbox) for sandbox in self.table]
 
     def reclaim(self, program_id: str, sandbox_id: str) -> bool:
@@ -363,8 +367,13 @@ class Manager:
     def _report(self, sandbox: Sandbox) -> Report:
         return report_of(sandbox, self._clock())
 
+    def _report_to_client(self, sandbox: Sandbox) -> Report:
+        sandbox.told = sandbox.told or sandbox.place is not None
+        return self._report(sandbox)
+
     def _tell(self, sandbox: Sandbox) -> None:
-        self._feed.tell(sandbox, self._clock())
+        if self._feed.tell(sandbox, self._clock()):
+            sandbox.told = sandbox.told or sandbox.place is not None
 
     # --- what the scheduler decides -----------------------------------------------------------------------------------
 
@@ -416,8 +425,8 @@ class Manager:
     def _suspend(self, sandbox: Sandbox, *, wanted: bool) -> None:
         """Suspend a sandbox soon, or thaw it."""
         sandbox.wants_suspension = wanted
-        if self._group is not None and sandbox.sandbox_id not in self._settling:
-            self._settling.add(sandbox.sandbox_id)
+        if self._group is not None and sandbox.name not in self._settling:
+            self._settling.add(sandbox.name)
             self._group.create_task(self._settle(sandbox))
 
     async def _settle(self, sandbox: Sandbox) -> None:
@@ -444,7 +453,7 @@ class Manager:
                     sandbox.suspended = wanted
                     self._tell(sandbox)
         finally:
-            self._settling.discard(sandbox.sandbox_id)
+            self._settling.discard(sandbox.name)
 
     # --- carrying out -----------------------------------------------------------------------------------------------
 
@@ -476,14 +485,29 @@ class Manager:
         holds_s = self._programs.expected_holds_s()
         if self._may_suspend:
             self._suspend_idle(holds_s)
-        needs = needed_in_s(self._programs.runs, holds_s)
-        for action in self.table.plan(self._clock(), needs):
+        needs, uses = self._needs_it_now, self._programs.uses_tools
+        for action in self.table.plan(self._clock(), needed_in_s(needs, holds_s), needs, uses):
             sandbox = action.sandbox
             if isinstance(action, Prepare):
-                self._preparing[sandbox.sandbox_id] = group.create_task(self._prepare(sandbox))
-            else:
+                self._preparing[sandbox.name] = group.create_task(self._prepare(sandbox))
+            elif isinstance(action, Reclaim):
                 group.create_task(self._reclaim(action))
+            elif sandbox.stage not in COMING:
+                self._is_ready(sandbox)
+            if not isinstance(action, Prepare) and action.instead is not None:
+                self._lost(action.instead, sandbox)
             self._tell(sandbox)
+
+    def _needs_it_now(self, program_id: str) -> bool:
+        """Return whether a program was let in, or was and uses tools; one whose turn waits again does not."""
+        return self._programs.runs(program_id) or self._programs.uses_tools(program_id)
+
+    def _lost(self, instead: Sandbox, sandbox: Sandbox) -> None:
+        """Tell that a sandbox went to others; its owners get another one later."""
+        if instead.program_ids:  # it was no warm one
+            ids = {"program_ids": list(instead.program_ids), "to_program_ids": list(sandbox.program_ids)}
+            log.info("sandbox_given_up_for", sandbox_id=instead.sandbox_id, template=instead.template_name, **ids)
+            self._tell(instead)
 
     def _let_idle_go(self) -> None:
         limit_s = self.settings.idle_limit_s
@@ -515,7 +539,7 @@ class Manager:
             self._prepare_failed(sandbox, error)
             return
         finally:
-            self._preparing.pop(sandbox.sandbox_id, None)
+            self._preparing.pop(sandbox.name, None)
         self._prepared(sandbox, place)
 
     def _prepared(self, sandbox: Sandbox, place: Place) -> None:
@@ -533,14 +557,20 @@ class Manager:
             program_ids=list(sandbox.program_ids),
             prepare_s=round(sandbox.prepare_s, 3),
         )
-        if sandbox.awaited_since_s is not None:
-            self._on_waited(now_s - sandbox.awaited_since_s)
-        for program_id in sandbox.program_ids:
-            self._programs.sandbox_ready(program_id, sandbox.sandbox_id, sandbox.prepare_s)
-            if self._programs.runs(program_id):
-                self.table.used(now_s, program_id)
+        self._is_ready(sandbox)
         self._tell(sandbox)
         self._changed.set()
+
+    def _is_ready(self, sandbox: Sandbox) -> None:
+        """Note that a sandbox is there for its programs: it was prepared, or was others'."""
+        now_s = self._clock()
+        if sandbox.awaited_since_s is not None:
+            self._on_waited(now_s - sandbox.awaited_since_s)
+            sandbox.awaited_since_s = None
+        for program_id in sandbox.program_ids:
+            self._programs.sandbox_ready(program_id, sandbox.sandbox_id, sandbox.prepare_s or 0.0)
+            if self._needs_it_now(program_id):
+                self.table.used(now_s, program_id)
 
     def _prepare_failed(self, sandbox: Sandbox, error: SandboxError) -> None:
         if sandbox.stage is not Stage.PREPARING:
@@ -570,7 +600,7 @@ class Manager:
     async def _reclaim(self, action: Reclaim) -> None:
         """Remove a sandbox; a running preparation is stopped first."""
         sandbox = action.sandbox
-        preparing = self._preparing.get(sandbox.sandbox_id)
+        preparing = self._preparing.get(sandbox.name)
         if preparing is not None:
             preparing.cancel()
             await asyncio.wait([preparing])
@@ -745,7 +775,9 @@ class Manager:
         if command.ended:
             for program_id in list(sandbox.program_ids):
                 self._ran(program_id, {run})
-        elif sandbox.stage is Stage.IN_USE and len(sandbox.program_ids) == 1:
+            return
+        sandbox.told = sandbox.told or sandbox.place is not None
+        if sandbox.stage is Stage.IN_USE and len(sandbox.program_ids) == 1:
             (program_id,) = sandbox.program_ids
             if program_id not in self._commands:
                 self._programs.tool_began(program_id, command.words)
@@ -802,7 +834,7 @@ class Manager:
 
 def _order_id(sandbox: Sandbox) -> str:
     """Return the engine's name of a sandbox: each failed attempt has a name of its own."""
-    return f"{sandbox.sandbox_id}-{sandbox.attempt_count}" if sandbox.attempt_count else sandbox.sandbox_id
+    return f"{sandbox.name}-{sandbox.attempt_count}" if sandbox.attempt_count else sandbox.name
 
 
 @asynccontextmanager

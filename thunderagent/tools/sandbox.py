@@ -124,6 +124,7 @@ class Sandbox:
         "disk_bytes",
         "given",
         "memory_bytes",
+        "name",
         "place",
         "program_ids",
         "ready_s",
@@ -136,6 +137,7 @@ class Sandbox:
         "suspended",
         "template",
         "template_name",
+        "told",
         "wants_suspension",
         "why",
     )
@@ -143,6 +145,9 @@ class Sandbox:
     def __init__(self, sandbox_id: str, template: Template, template_name: str, requested_s: float) -> None:
         """Create a requested sandbox that belongs to nobody yet."""
         self.sandbox_id = sandbox_id
+        """Its owners' name for it. Whoever takes it over brings a name of their own."""
+        self.name = sandbox_id
+        """The engine's name of it, which stays."""
         self.template = template
         self.digest = template.digest()
         self.template_name = template_name
@@ -150,6 +155,8 @@ class Sandbox:
         self.program_ids: dict[str, None] = {}
         self.share_key = ""
         self.stage = Stage.REQUESTED
+        self.told = False
+        """Whether its program may use it: a client was told where it is, or a command was seen in it."""
         self.given = False
         """Made by somebody else, who gave it to us to reclaim."""
         self.wants_suspension = False
@@ -179,8 +186,8 @@ class Sandbox:
         return self.ready_s - self.begun_s if self.ready_s is not None and self.begun_s is not None else None
 
     def is_stale(self, now_s: float) -> bool:
-        """Return whether too little of its life is left to give it to a program, if it is warm."""
-        began_s = self.begun_s if self.stage is Stage.READY else None
+        """Return whether too little of its life is left to give it to another program."""
+        began_s = self.begun_s if self.stage in (Stage.READY, Stage.IN_USE) else None
         return began_s is not None and now_s - began_s > WARM_LIFE_RATIO * self.template.ttl_s
 
     def advance(self, step: Step) -> None:

@@ -10,11 +10,16 @@ reports the results. `plan` goes through the wanted ones in the order in which t
 program will be admitted is only an estimate. So a preparation is due at that time, less what nine of ten preparations
 of this template took. Idle hands begin sooner, but preparations that are not due yet leave a part of the caps and of
 the hands to those that may come and are (`early_ratio`). A due one without room takes that of a warm sandbox.
+
+A program that was let in never waits for a sandbox that stands unused for one that was not, also if it was paused
+meanwhile, since its agent waits for nothing else. It gets that sandbox if both are made alike, and its owner gets
+another later. If they are made differently, it gets its room, as soon as nothing but its sandbox keeps it. Nobody loses
+one that may be in use: of which a client was told where it is (`Sandbox.told`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import cast
@@ -37,13 +42,24 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Reclaim:
-    """Remove this sandbox; if it is still being prepared, stop that."""
+    """Remove this sandbox; if it is still being prepared, stop that. `instead` is what its owner gets for it."""
 
     sandbox: Sandbox
     why: str
+    instead: Sandbox | None = None
 
 
-Action = Prepare | Reclaim
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """Note that this sandbox has new owners; `instead` is what its former ones have for it."""
+
+    sandbox: Sandbox
+    instead: Sandbox
+
+
+Action = Prepare | Reclaim | HandOver
+
+_UNUSED = frozenset({Stage.PREPARING, Stage.READY})
 
 LOOKED_AHEAD_COUNT = 256
 """For how many waiting programs the admission is predicted; the rest come after them."""
@@ -103,15 +119,24 @@ class SandboxTable:
             self._warm[digest] = (first_name, template, others_count + count)
 
     def request(
-        self, now_s: float, template: Template, template_name: str, program_id: str, share_key: str = ""
+        self,
+        now_s: float,
+        template: Template,
+        template_name: str,
+        program_id: str,
+        share_key: str = "",
+        *,
+        at_once: bool = True,
     ) -> Sandbox:
         """Request a sandbox for a program: the one of that key, otherwise a warm one, otherwise a new one.
+
+        A program that does not need it `at_once` gets a warm one by the plan.
 
         Raises `SandboxRefusedError` if the key belongs to another template, and as `check` and `check_count` do.
         """
         self.check(template, share_key)
         sandbox = self._by_share_key.get(share_key) if share_key else None
-        if sandbox is None and template.network != "own":  # its own network cannot change its program
+        if sandbox is None and at_once and template.network != "own":  # its own network cannot change its program
             sandbox = self._best_warm(now_s, template.digest())
         if sandbox is None:
             self.check_count(1)
@@ -183,8 +208,8 @@ class SandboxTable:
         else:
             self.reclaim(sandbox, why)
 
-    def reclaim(self, sandbox: Sandbox, why: str) -> None:
-        """Reclaim a sandbox, whoever uses it; one that was not begun is dropped at once."""
+    def reclaim(self, sandbox: Sandbox, why: str, instead: Sandbox | None = None) -> None:
+        """Reclaim a sandbox, whoever uses it; one that was not begun is dropped at once. `instead`: see `Reclaim`."""
         if sandbox.stage in (Stage.RECLAIMING, Stage.GONE):
             return
         if sandbox.stage in (Stage.REQUESTED, Stage.FAILED):
@@ -193,7 +218,7 @@ class SandboxTable:
         self._unshare(sandbox)
         self._unowned.pop(sandbox.sandbox_id, None)
         sandbox.advance(Step.RECLAIM)
-        self._to_reclaim.append(Reclaim(sandbox, why))
+        self._to_reclaim.append(Reclaim(sandbox, why, instead))
 
     def _unlist(self, sandbox: Sandbox, program_id: str) -> None:
         own = self._of_program.get(program_id, {})
@@ -287,17 +312,25 @@ class SandboxTable:
             if self._by_handle.get(key) is sandbox:
                 del self._by_handle[key]
             sandbox.place = None
+            sandbox.told = False
 
     # --- the plan ---------------------------------------------------------------------------------------------------
 
-    def plan(self, now_s: float, needed_in_s: Callable[[str], float]) -> list[Action]:
+    def plan(
+        self,
+        now_s: float,
+        needed_in_s: Callable[[str], float],
+        runs: Callable[[str], bool] = lambda _: False,
+        waits: Callable[[str], bool] = lambda _: False,
+    ) -> list[Action]:
         """Return what to do now, and consider it begun.
 
-        `needed_in_s` maps programs to the seconds until they are expected to be admitted: 0 if running. Cost:
+        `needed_in_s` maps programs to the seconds until they are expected to be admitted: 0 if running. `runs` says
+        which run or use tools, `waits` which of these have no turn, so that they may wait for a sandbox. Cost:
         O(sandboxes + wanted log wanted).
         """
         self._adjust_warm(now_s)
-        actions: list[Action] = []
+        actions: list[Action] = list(self._hand_over(now_s, needed_in_s, runs))
         requested = Stage.REQUESTED  # looked up once: this is done for thousands, at each change
         wanted = [each for each in self.sandboxes.values() if each.stage is requested and each.retry_at_s <= now_s]
         if wanted:
@@ -305,15 +338,21 @@ class SandboxTable:
             preparing_count = [each.stage for each in alive].count(Stage.PREPARING)
         if wanted and preparing_count < self.caps.hands_count:
             room = Room(self.caps, alive)
-            for due, sandbox in self._by_need(wanted, needed_in_s):
+            for sandbox in self.sandboxes.values():
+                if sandbox.stage is requested and sandbox.retry_at_s > now_s and any(map(waits, sandbox.program_ids)):
+                    room.add(sandbox)  # it keeps its place until it is tried again
+            for due, sandbox in self._by_need(wanted, needed_in_s, runs):
                 if preparing_count >= self.caps.hands_count * (1.0 if due else self.caps.early_ratio):
                     break
                 if not room.holds(sandbox.template, 1.0 if due else self.caps.early_ratio):
                     if not sandbox.program_ids:
                         continue  # nobody waits for it
-                    if due:
-                        self._make_room(sandbox.template, room)
-                    break  # later ones are needed later: they do not overtake
+                    is_waited_for = any(map(waits, sandbox.program_ids))
+                    giving_way = self._idle(needed_in_s, runs) if is_waited_for else self._unowned.values()
+                    if not due or not self._make_room(now_s, sandbox.template, room, giving_way) or not is_waited_for:
+                        break  # later ones are needed later: they do not overtake
+                    room.add(sandbox)  # it is kept for it
+                    continue
                 room.add(sandbox)
                 preparing_count += 1
                 sandbox.advance(Step.BEGIN)
@@ -322,30 +361,101 @@ class SandboxTable:
         self._to_reclaim, reclaims = [], self._to_reclaim
         return [*reclaims, *actions]
 
-    def _by_need(self, wanted: list[Sandbox], needed_in_s: Callable[[str], float]) -> Iterator[tuple[bool, Sandbox]]:
-        """Yield the wanted ones with whether each is due: due ones by time of need, then those due soon."""
+    def _hand_over(
+        self, now_s: float, needed_in_s: Callable[[str], float], runs: Callable[[str], bool]
+    ) -> Iterator[HandOver]:
+        """Give idle sandboxes to programs that run and wait for one alike, and warm ones to all that wait."""
+        coming = [each for each in self.sandboxes.values() if each.stage in COMING and each.program_ids]
+        awaited = {each for each in coming if any(map(runs, each.program_ids))}
+        if not awaited and not (coming and self._unowned):
+            return
+        idle: dict[str, list[Sandbox]] = {}
+        for each in sorted(self._idle(needed_in_s, runs), key=lambda each: each.stage is Stage.PREPARING):
+            if self._may_change_hands(now_s, each):
+                idle.setdefault(each.digest, []).append(each)
+        needed_s = {each: min(map(needed_in_s, each.program_ids)) for each in coming}
+        for sandbox in sorted(coming, key=lambda each: (each not in awaited, needed_s[each], each.requested_s)):
+            if sandbox.stage is Stage.PREPARING and sandbox not in awaited:
+                continue
+            alike = idle.get(sandbox.digest, [])
+            found = next((each for each in alike if sandbox in awaited or not each.program_ids), None)
+            if found is None or sandbox.stage is found.stage:
+                continue
+            alike.remove(found)
+            self._exchange(found, sandbox)
+            yield HandOver(found, sandbox)
+
+    def _idle(self, needed_in_s: Callable[[str], float], runs: Callable[[str], bool]) -> list[Sandbox]:
+        """Return those that no running program has and none may use: warm ones, then those needed last."""
+        idle = [
+            each
+            for each in self.sandboxes.values()
+            if each.program_ids
+            and not each.given
+            and not each.told
+            # Where commands are not seen, who was let in may use it.
+            and (each.stage in _UNUSED or (each.stage is Stage.IN_USE and each.template.driver == "docker"))
+            and not any(map(runs, each.program_ids))
+        ]
+        idle.sort(key=lambda each: -min(map(needed_in_s, each.program_ids)))
+        return [*(each for each in self._unowned.values() if each.stage is not Stage.REQUESTED), *idle]
+
+    def _may_change_hands(self, now_s: float, sandbox: Sandbox) -> bool:
+        """Return whether nothing about it is its owner's: a network, what a service was told, half a pause."""
+        template = sandbox.template
+        is_own = template.network == "own" or (template.driver == "callback" and bool(sandbox.program_ids))
+        return not (is_own or sandbox.suspended or sandbox.wants_suspension or sandbox.is_stale(now_s))
+
+    def _exchange(self, given: Sandbox, instead: Sandbox) -> None:
+        """Let two sandboxes of one template change owners; `instead` is for those who need none now."""
+        given.sandbox_id, instead.sandbox_id = instead.sandbox_id, given.sandbox_id
+        given.template_name, instead.template_name = instead.template_name, given.template_name
+        given.program_ids, instead.program_ids = instead.program_ids, given.program_ids
+        given.share_key, instead.share_key = instead.share_key, given.share_key
+        given.requested_s, instead.requested_s = instead.requested_s, given.requested_s
+        given.awaited_since_s, instead.awaited_since_s = instead.awaited_since_s, None
+        for each in (given, instead):
+            self.sandboxes[each.sandbox_id] = each
+            if each.share_key:
+                self._by_share_key[each.share_key] = each
+            for program_id in each.program_ids:
+                self._of_program[program_id][each.sandbox_id] = each
+            if not each.program_ids:
+                self._unowned[each.sandbox_id] = each
+
+    def _by_need(
+        self, wanted: list[Sandbox], needed_in_s: Callable[[str], float], runs: Callable[[str], bool]
+    ) -> Iterator[tuple[bool, Sandbox]]:
+        """Yield the wanted ones with whether each is due: of running programs, by time of need, those due soon."""
         prepare_s = {digest: self.prepare_times.expected_s(digest) for digest in {each.digest for each in wanted}}
-        ranked: list[tuple[float, float, float, int, Sandbox]] = []
+        ranked: list[tuple[float, bool, float, float, int, Sandbox]] = []
         for place, sandbox in enumerate(wanted):
             needed_s = min(map(needed_in_s, sandbox.program_ids), default=inf)
             begin_in_s = max(0.0, needed_s - prepare_s[sandbox.digest])
-            ranked.append((begin_in_s, needed_s, sandbox.requested_s, place, sandbox))
+            is_later = not any(map(runs, sandbox.program_ids))
+            ranked.append((begin_in_s, is_later, needed_s, sandbox.requested_s, place, sandbox))
         ranked.sort()
-        for begin_in_s, _, _, _, sandbox in ranked:
+        for begin_in_s, _, _, _, _, sandbox in ranked:
             yield begin_in_s <= 0.0, sandbox
 
-    def _make_room(self, template: Template, room: Room) -> None:
-        """Reclaim warm sandboxes, if one of this template fits then; their room is free once they are gone."""
+    def _make_room(self, now_s: float, template: Template, room: Room, idle: Iterable[Sandbox]) -> bool:
+        """Reclaim some of these, if one of this template fits then; return whether it will, once they are gone."""
         giving_way: list[Sandbox] = []
-        for sandbox in self._unowned.values():
+        for sandbox in idle:
             if room.will_hold(template):
                 break
             if sandbox.stage is not Stage.REQUESTED:
                 room.leaving(sandbox)
                 giving_way.append(sandbox)
-        if room.will_hold(template):
-            for sandbox in giving_way:
-                self.reclaim(sandbox, "others need its room")
+        if not room.will_hold(template):
+            return False
+        for sandbox in giving_way:
+            instead = None
+            if sandbox.program_ids:
+                instead = Sandbox(self._new_id(), sandbox.template, sandbox.template_name, now_s)
+                self._exchange(sandbox, instead)
+            self.reclaim(sandbox, "others need its room", instead)
+        return True
 
     def _adjust_warm(self, now_s: float) -> None:
         """Request missing warm sandboxes of each template; reclaim surplus ones."""

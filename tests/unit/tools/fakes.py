@@ -212,6 +212,8 @@ class FakePrograms:
 
     opened: list[str] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
+    using: set[str] = field(default_factory=set)
+    """Those that use tools."""
     holds_s: dict[str, float] = field(default_factory=dict)
     idle_s: dict[str, float] = field(default_factory=dict)
     story: list[tuple[str, str, str]] = field(default_factory=list)
@@ -230,6 +232,9 @@ class FakePrograms:
 
     def runs(self, program_id: str) -> bool:
         return program_id in self.running
+
+    def uses_tools(self, program_id: str) -> bool:
+        return program_id in self.using
 
     def acting_for_s(self, program_id: str) -> float:
         return self.idle_s.get(program_id, 0.0)

@@ -954,6 +954,90 @@ async def test_an_unexpected_error_of_a_named_container_stops_nothing() -> None:
         assert (await world.has_ready("q"))["stage"] == "ready"
 
 
+# --- what stands unused goes to who can use it ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_paused", [True, False])
+@pytest.mark.parametrize("template", ["plain", "slow"])
+async def test_a_program_that_was_let_in_does_not_wait_for_sandboxes_of_those_that_were_not(
+    template: str, *, is_paused: bool
+) -> None:
+    """They would wait for it, and it for them, for ever. At the engine the name of what it gets stays."""
+    async with running(caps=Caps(sandbox_count=1)) as world:
+        await world.has_ready("held")
+        async with world.manager.feed() as changes:
+            world.programs.using.add("runs")
+            world.programs.running |= set() if is_paused else {"runs"}
+            report = await world.asks("runs", template=template)
+            await world.until(lambda: world.stage_of(report["sandbox_id"]) == "in_use")
+            (mine,) = world.manager.of_program("runs")
+            (its,) = world.manager.of_program("held")
+            assert (mine["sandbox_id"], mine["handle"]) == ("s2", "s1" if template == "plain" else "s2")
+            assert (its["sandbox_id"], its["stage"], its["handle"]) == ("s1", "requested", None)
+            assert [*world.driver.there] == [mine["handle"]]
+            said = [each and (each["sandbox_id"], each["stage"]) for each in (changes.get_nowait() for _ in range(3))]
+            assert ("s1", "requested") in said
+        assert ("runs", "ready", "s2") in world.programs.story
+        world.programs.running.discard("runs")
+        world.programs.using.clear()
+        world.releases("runs")
+        await world.until(lambda: world.stage_of("s1") == "ready")
+        assert len(world.driver.there) == 1
+        looks_count = world.driver.find_count
+        await world.until(lambda: world.driver.find_count > looks_count + 2)
+        assert world.stage_of("s1") == "ready", "it is no leftover"
+
+
+@pytest.mark.parametrize("told", ["its client", "a stream", "a command"])
+async def test_a_sandbox_of_which_a_client_was_told_is_not_taken(told: str) -> None:
+    """What an operator reads says nothing."""
+    async with running(caps=Caps(sandbox_count=1)) as world:
+        if told == "a stream":
+            async with world.manager.feed("held"):
+                await world.has_ready("held")
+        else:
+            await world.has_ready("held")
+        if told == "its client":
+            world.manager.of_program("held")
+        elif told == "a command":
+            world.driver.runs("s1", "e-1", "cp")
+            await world.until(lambda: world.manager.table.sandboxes["s1"].told)
+        world.programs.using.add("runs")
+        await world.asks("runs")
+        await asyncio.sleep(10 * FAST.plan_interval_s)
+        assert (world.stage_of("s1"), world.stage_of("s2")) == ("ready", "requested")
+
+
+async def test_a_paused_program_that_uses_tools_goes_before_those_that_asked_earlier() -> None:
+    """Its agent waits for nothing but its sandbox, and no turn of it says so."""
+    async with running(caps=Caps(sandbox_count=1)) as world:
+        await world.has_ready("first")
+        world.admits("first")
+        world.programs.holds_s = {"held": 3.0}
+        await world.asks("held")
+        await world.asks("paused")
+        world.admits("paused")
+        world.programs.running.discard("paused")
+        world.programs.using.add("paused")
+        world.releases("first")
+        await world.until(lambda: world.stage_of("s3") == "in_use")
+        assert world.stage_of("s2") == "requested"
+
+
+async def test_a_program_that_is_held_gets_a_warm_one_that_others_may_need_first() -> None:
+    """The answer to its request does not tell where it is: it was told of nothing yet."""
+    templates = {"t": Template(image="i", warm_count=1)}
+    async with running(templates=templates, caps=Caps(sandbox_count=1)) as world:
+        await world.until(lambda: world.stage_of("s1") == "ready")
+        assert (await world.asks("held", template="t"))["handle"] is None
+        await world.until(lambda: world.stage_of("s2") == "ready")
+        assert world.manager.table.sandboxes["s2"].name == "s1"
+        world.programs.running.add("runs")
+        await world.asks("runs", template="t")
+        await world.until(lambda: world.stage_of("s3") == "in_use")
+        assert world.manager.table.sandboxes["s3"].name == "s1"
+
+
 # --- suspending -------------------------------------------------------------------------------------------------------
 
 STANDS_STILL = {"still": Template(image="i", suspend=True), "plain": Template(image="plain")}

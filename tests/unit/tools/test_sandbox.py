@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from itertools import count
 from time import process_time
@@ -16,12 +16,13 @@ from thunderagent.errors import (
     LifecycleError,
     SandboxEngineError,
     SandboxImageError,
+    SandboxPullLimitError,
     SandboxRefusedError,
     SandboxSetupError,
 )
 from thunderagent.tools.base import Place
 from thunderagent.tools.sandbox import ALIVE, STEPS, TEMPLATES_LEARNED_COUNT, Caps, Sandbox, Stage, Step
-from thunderagent.tools.table import FAILED_KEPT_COUNT, Action, Prepare, Reclaim, SandboxTable
+from thunderagent.tools.table import FAILED_KEPT_COUNT, Action, HandOver, Prepare, Reclaim, SandboxTable
 from thunderagent.tools.template import Template
 
 PLAIN = Template(image="plain")
@@ -32,8 +33,23 @@ def table_with(**caps: float) -> SandboxTable:
     return SandboxTable(Caps(**caps), lambda: f"s{next(ids)}")  # type: ignore[arg-type]
 
 
-def plan(table: SandboxTable, now_s: float = 0.0, needed: Mapping[str, float] | None = None) -> list[Action]:
-    return table.plan(now_s, lambda program_id: (needed or {}).get(program_id, 0.0))
+def plan(
+    table: SandboxTable,
+    now_s: float = 0.0,
+    needed: Mapping[str, float] | None = None,
+    *,
+    running: Collection[str] = (),
+    waiting: Collection[str] = (),
+) -> list[Action]:
+    """Plan; `running` have a turn, `waiting` run as well and wait for their sandbox."""
+    for program_id in (*running, *waiting):
+        table.used(now_s, program_id)
+    return table.plan(
+        now_s,
+        lambda program_id: (needed or {}).get(program_id, 0.0),
+        lambda program_id: program_id in running or program_id in waiting,
+        lambda program_id: program_id in waiting,
+    )
 
 
 def prepared_ids(actions: list[Action]) -> list[str]:
@@ -186,6 +202,178 @@ def test_a_plan_is_quick_with_thousands_of_sandboxes() -> None:
     began_s = process_time()
     plan(table, 2.0)
     assert process_time() - began_s < 0.1
+
+
+# --- what stands unused goes to who can use it
+
+
+def handed_over(actions: list[Action]) -> list[tuple[str, str]]:
+    """Return by their owners' names which sandboxes changed owners: the new one's, the former one's."""
+    return [(each.sandbox.sandbox_id, each.instead.sandbox_id) for each in actions if isinstance(each, HandOver)]
+
+
+def test_who_runs_gets_what_stands_unused_for_who_waits_to_be_let_in() -> None:
+    """Of two that are made alike the one that is needed last; its owner is not forgotten."""
+    table = table_with(sandbox_count=2, early_ratio=1.0)
+    soon, late = ready(table, "soon"), ready(table, "late")
+    table.request(2.0, PLAIN, "", "runs")
+    handle = late.place
+    needed = {"soon": 5.0, "late": 60.0}
+    actions = plan(table, 2.0, needed, running={"runs"})
+    assert handed_over(actions) == [("s3", "s2")]
+    assert (prepared_ids(actions), reclaimed_ids(actions)) == ([], [])
+    (mine,) = table.of_program("runs")
+    assert (mine.place, mine.sandbox_id, mine.stage) == (handle, "s3", Stage.READY)
+    (its,) = table.of_program("late")
+    assert (its.place, its.sandbox_id, its.stage) == (None, "s2", Stage.REQUESTED)
+    assert (table.of_program("soon"), table.sandboxes["s1"]) == ([soon], soon)
+    table.used(3.0, "runs")
+    assert plan(table, 3.0, needed, running={"runs"}) == [], "once"
+    table.program_ended("runs", "released")
+    table.reclaimed(plan(table, 4.0, needed)[0].sandbox)
+    assert prepared_ids(plan(table, 5.0, needed)) == ["s2"], "then its owner gets another"
+
+
+def test_who_runs_goes_before_those_that_asked_earlier() -> None:
+    table = table_with(sandbox_count=1)
+    table.request(0.0, PLAIN, "", "early")
+    table.request(1.0, Template(image="other"), "", "runs")
+    assert prepared_ids(plan(table, 1.0, running={"runs"})) == ["s2"]
+
+
+def test_what_is_being_prepared_goes_to_who_runs_too() -> None:
+    """Its preparation goes on; who had it gets the one that has not begun."""
+    table = table_with(sandbox_count=1)
+    table.request(0.0, PLAIN, "", "held")
+    (begun,) = plan(table)
+    table.request(1.0, PLAIN, "", "runs")
+    assert handed_over(plan(table, 1.0, running={"runs"})) == [("s2", "s1")]
+    table.prepared(2.0, begun.sandbox, Place("h"))
+    assert [each.place for each in table.of_program("runs")] == [Place("h")]
+
+
+def test_a_running_program_gets_a_finished_one_for_its_own_that_is_not() -> None:
+    table = table_with()
+    ready(table, "held")
+    table.request(1.0, PLAIN, "", "runs")
+    plan(table, 1.0, {"held": 60.0})
+    assert handed_over(plan(table, 1.0, {"held": 60.0}, running={"runs"})) == [("s2", "s1")]
+    assert [each.stage for each in table.of_program("held")] == [Stage.PREPARING]
+
+
+@pytest.mark.parametrize("stage", [Stage.PREPARING, Stage.READY])
+def test_who_waits_gets_the_room_of_an_unused_one_that_is_made_differently(stage: Stage) -> None:
+    """As soon as its turn is over and it can do nothing else, and not before: that preparation would be for nothing."""
+    table = table_with(sandbox_count=1)
+    held = table.request(0.0, PLAIN, "", "held")
+    plan(table)
+    if stage is Stage.READY:
+        table.prepared(1.0, held, Place("h"))
+    table.request(2.0, Template(image="other"), "", "runs")
+    assert plan(table, 2.0, running={"runs"}) == []
+    (action,) = plan(table, 3.0, waiting={"runs"})
+    assert isinstance(action, Reclaim)
+    assert (action.sandbox, action.sandbox.program_ids) == (held, {})
+    assert action.instead is not None
+    assert table.of_program("held") == [action.instead]
+    assert action.instead.sandbox_id == "s1"
+    assert plan(table, 3.0, waiting={"runs"}) == [], "one is enough"
+    table.reclaimed(held)
+    assert prepared_ids(plan(table, 4.0, waiting={"runs"})) == ["s2"]
+    table.prepared(5.0, table.sandboxes["s2"], Place("mine"))
+    assert plan(table, 6.0, waiting={"runs"}) == [], "and is not taken back"
+
+
+def test_several_that_wait_get_room_at_once() -> None:
+    table = table_with(sandbox_count=3, early_ratio=1.0)
+    for name in ("a", "b", "c"):
+        ready(table, name)
+    for name in ("x", "y"):
+        table.request(2.0, Template(image=name), "", name)
+    needed = {"a": 1.0, "b": 2.0, "c": 3.0}
+    instead = [each.instead for each in plan(table, 2.0, needed, waiting={"x", "y"}) if isinstance(each, Reclaim)]
+    assert [each and list(each.program_ids) for each in instead] == [["c"], ["b"]]
+
+
+def test_room_is_made_on_a_disk_and_in_memory_too() -> None:
+    table = table_with(disk_bytes=100)
+    held = ready(table, "held", Template(image="i", disk_bytes=80))
+    table.request(2.0, Template(image="other", disk_bytes=60), "", "runs")
+    assert reclaimed_ids(plan(table, 2.0, waiting={"runs"})) == [held.sandbox_id]
+
+
+@pytest.mark.parametrize("why", ["told", "given", "its program runs", "it is shared with one that runs"])
+def test_what_may_be_in_use_is_nobody_elses(why: str) -> None:
+    table = table_with(sandbox_count=1, early_ratio=1.0)
+    if why == "given":
+        table.register(0.0, "docker", "held", Place("h"))
+        ready(table, "fills")
+        table.used(1.0, "fills")
+    else:
+        held = ready(table, "held")
+        held.told = why == "told"
+    running = {"its program runs": {"held"}, "given": {"fills"}}.get(why, {"other"})
+    if why == "it is shared with one that runs":
+        table._join(held, "other")
+    table.request(2.0, PLAIN, "", "runs")
+    table.request(2.0, Template(image="i"), "", "runs")
+    assert plan(table, 2.0, running=running, waiting={"runs"}) == []
+
+
+@pytest.mark.parametrize("why", ["network", "callback", "suspended", "old"])
+def test_what_is_its_owners_is_reclaimed_rather_than_handed_over(why: str) -> None:
+    urls = {"driver": "callback", "prepare_url": "http://h/p", "reclaim_url": "http://h/r"}
+    more = {"network": {"network": "own"}, "callback": urls, "old": {"ttl_s": 4.0}}.get(why, {})
+    template = Template(image="i", **more)  # type: ignore[arg-type]
+    table = table_with(sandbox_count=1)
+    held = ready(table, "held", template)
+    held.suspended = why == "suspended"
+    table.request(2.0, template, "", "runs")
+    actions = plan(table, 2.0, waiting={"runs"})
+    assert (handed_over(actions), reclaimed_ids(actions)) == ([], [held.sandbox_id])
+
+
+@pytest.mark.parametrize(("driver", "taken"), [("docker", True), ("kubernetes", False)])
+def test_one_that_a_paused_program_never_used_is_taken_where_commands_are_seen(driver: str, *, taken: bool) -> None:
+    template = Template(image="i", driver=driver)  # type: ignore[arg-type]
+    table = table_with(sandbox_count=1)
+    ready(table, "paused", template)
+    table.used(1.0, "paused")
+    table.request(2.0, template, "", "runs")
+    assert bool(plan(table, 2.0, waiting={"runs"})) == taken
+    assert (table.sandboxes["s2"].stage is Stage.IN_USE) == taken
+
+
+def test_one_that_cannot_be_pulled_now_is_taken_from_others() -> None:
+    table = table_with()
+    table.request(0.0, PLAIN, "", "runs")
+    plan(table, running={"runs"})
+    table.failed(0.0, table.sandboxes["s1"], SandboxPullLimitError("too many", 600.0))
+    ready(table, "held")
+    assert handed_over(plan(table, 2.0, running={"runs"})) == [("s1", "s2")]
+
+
+def test_the_place_of_who_waits_is_kept_for_its_next_try() -> None:
+    """Otherwise another's would be made there, and be removed for it, again and again."""
+    table = table_with(sandbox_count=1, backoff_s=10.0)
+    table.request(0.0, PLAIN, "", "runs")
+    plan(table, waiting={"runs"})
+    table.failed(0.0, table.sandboxes["s1"], SandboxEngineError("away"))
+    table.request(0.0, Template(image="other"), "", "held")
+    assert plan(table, 1.0, {"held": 60.0}, waiting={"runs"}) == []
+    assert prepared_ids(plan(table, 10.0, {"held": 60.0}, waiting={"runs"})) == ["s1"]
+
+
+def test_a_warm_one_goes_to_who_asked_before_it_was_there() -> None:
+    """And to who asked without need for it at once: by the plan."""
+    table = table_with()
+    table.keep_warm({"t": (PLAIN, 1)})
+    plan(table)
+    table.prepared(1.0, table.sandboxes["s1"], Place("warm"))
+    assert table.request(2.0, PLAIN, "t", "p", at_once=False).stage is Stage.REQUESTED
+    actions = plan(table, 2.0, {"p": 60.0})
+    assert (handed_over(actions), prepared_ids(actions)) == ([("s2", "s1")], ["s1"])
+    assert [each.place for each in table.of_program("p")] == [Place("warm")]
 
 
 # --- sharing and warmth
@@ -452,12 +640,35 @@ class TableMachine(RuleBasedStateMachine):
     def run(self, program_id: str) -> None:
         self.table.used(self.now_s, program_id)
 
-    @rule(elapsed_s=st.floats(0, 10), needed_s=st.floats(0, 20))
-    def plan(self, elapsed_s: float, needed_s: float) -> None:
+    @rule(elapsed_s=st.floats(0, 10), needed_s=st.floats(0, 20), waits=st.booleans())
+    def plan(self, elapsed_s: float, needed_s: float, *, waits: bool) -> None:
         self.now_s += elapsed_s
-        for action in self.table.plan(self.now_s, lambda program_id: needed_s if program_id > "b" else 0.0):
+        owners = {each.sandbox_id: list(each.program_ids) for each in self.table}
+        in_use = {each.name: each.place for each in self.table if each.told and each.stage is not Stage.RECLAIMING}
+        of_running = {each.name for each in self.table if {"a", "b"} & set(each.program_ids)}
+        actions = self.table.plan(
+            self.now_s,
+            lambda program_id: needed_s if program_id > "b" else 0.0,
+            lambda program_id: program_id <= "b",
+            lambda program_id: waits and program_id <= "b",
+        )
+        for action in actions:
             if isinstance(action, Reclaim):
                 self.reclaims.append(action.sandbox)
+                assert action.instead is None or action.sandbox.name not in of_running
+            elif isinstance(action, HandOver):
+                assert action.instead.sandbox_id != action.sandbox.sandbox_id
+                assert owners[action.instead.sandbox_id] == list(action.instead.program_ids)
+                assert not {"a", "b"} & set(action.instead.program_ids)
+        assert {name for name, place in in_use.items() if self.named(name).place != place} == set()
+
+    def named(self, name: str) -> Sandbox:
+        return next(each for each in self.table if each.name == name)
+
+    @rule(program_id=PROGRAMS)
+    def tell(self, program_id: str) -> None:
+        for sandbox in self.table.of_program(program_id):
+            sandbox.told = sandbox.place is not None
 
     @precondition(lambda self: self.preparing())
     @rule(data=st.data(), error=st.sampled_from([None, SandboxSetupError("s"), SandboxImageError("i")]))
