@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import exp, log
-from pathlib import Path
 from statistics import fmean
 
 from rich import box
@@ -139,7 +138,7 @@ def learned_prices(task: Task, go_on: GoOn = lambda: None) -> Figures:
             counters_come(event.replica_id)
         if isinstance(event, TurnFinished):
             ended_count += 1
-            contexts_tokens += event.prompt_tokens
+            contexts_tokens += event.prompt_tokens or 0
             if ended_count in task.counts:
                 price = scheduler.knowledge.prices.of(next(iter(scheduler.replicas)))
                 is_known = price.source in MEASURED
@@ -151,7 +150,7 @@ def learned_prices(task: Task, go_on: GoOn = lambda: None) -> Figures:
                 raise _EnoughError
         return decisions
 
-    simulation.handle = watch  # type: ignore[method-assign]
+    simulation.handle = watch
     with suppress(_EnoughError):
         simulation.run()
     timing = engine.timing
@@ -259,8 +258,7 @@ def main(argv: Sequence[str]) -> int:
         "found": found,
     }
     is_usual = args.seeds >= 3 and counts[0] == BAR_COUNT
-    name = args.name or ("policy-price" if is_usual else None)
-    if name:
-        written: Path = save_results(name, report)
-        console.print(f"written: {written}")
+    saved_as = args.name or ("policy-price" if is_usual else None)
+    if saved_as:
+        console.print(f"written: {save_results(saved_as, report)}")
     return 0
