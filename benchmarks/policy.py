@@ -15,6 +15,7 @@
     scripts/bench policy tiers       # two engines with host memory behind their pools, and without
     scripts/bench policy pools       # two models behind one proxy, one short of memory: each compared with it alone
     scripts/bench policy world       # loads and engines as strangers have them; see `benchmarks/world.py`
+    scripts/bench policy price       # engines of known prices: how closely they are learned; see `benchmarks/price.py`
 
 Each writes its findings to `benchmarks/results/policy-NAME.json` and a plot beside it. Runs with one seed have the same
 programs, so ratios are taken seed by seed; every figure is a mean and its 95 % interval over seeds. A promised figure
@@ -631,6 +632,10 @@ def main() -> None:
         from benchmarks import world  # noqa: PLC0415 - it needs this module
 
         sys.exit(world.main(sys.argv[2:]))
+    if sys.argv[1:2] == ["price"]:
+        from benchmarks import price  # noqa: PLC0415 - it needs this module
+
+        sys.exit(price.main(sys.argv[2:]))
     args = arguments().parse_args()
     console = Console()
     console.width = max(console.width, 165)  # the table's width

@@ -55,6 +55,15 @@ def told(correction: CapacityCorrection, lost_tokens: int, expected_tokens: int 
 # --- Closed loops
 
 
+@pytest.mark.parametrize(("lost_ratio", "goes_down"), [(0.3, False), (0.8, True)])
+def test_where_claims_may_exceed_the_memory_only_large_losses_count(lost_ratio: float, goes_down: bool) -> None:
+    """The engine gives up a part of what is held; most of it is lost only if the memory is much smaller than told."""
+    correction = CapacityCorrection(0.0)
+    told(correction, int(lost_ratio * CONTEXT_TOKENS))
+    assert correction.step(10.0, active_count=1, wanted=True, may_exceed=True) == goes_down
+    assert (correction.ratio < 1.0) == goes_down
+
+
 def test_it_goes_down_fast_when_it_is_told_twice_as_much() -> None:
     """Within a minute next to nothing is lost, and it stays there."""
     correction = CapacityCorrection(0.0)

@@ -19,6 +19,7 @@ from thunderagent.programs.learned.holding import (
     NOTHING_HELD,
     REFRESH_S,
     SLACK_RATIO,
+    SOFTLY_CLAIMED_RATIO,
     EngineCosts,
     HoldingPlan,
     Returns,
@@ -108,6 +109,33 @@ def test_an_engine_short_of_memory_holds_nothing_where_prefill_is_cheap() -> Non
     planned = plan(CHEAP)
     assert planned.threshold_s == 0.0
     assert planned.turns_per_s == planned.unheld_turns_per_s == pytest.approx(10 / (10 * 1.1e-3 + 0.1))
+
+
+EVEN = EngineCosts(1e-4, 0.0, 0.05)
+"""A sequence costs the same however many there are: half a second a turn; 1,000 lost tokens cost a fifth of that."""
+
+
+def test_where_a_lost_token_surely_costs_little_more_may_be_claimed_than_fits() -> None:
+    """Unheld a turn takes 0.61 s, and a sixth of it is lost. Held it takes 0.51 s: as many turns as can be computed."""
+    planned = plan(EVEN, most_token_s=1.5e-4)
+    assert planned.claimed_ratio == SOFTLY_CLAIMED_RATIO
+    assert planned.threshold_s == pytest.approx(SLACK_RATIO)
+    assert planned.unheld_turns_per_s == pytest.approx(1 / 0.61)
+    assert planned.turns_per_s == pytest.approx(1 / 0.51)
+
+
+@pytest.mark.parametrize("most_token_s", [2e-4, inf])
+def test_claims_stay_within_the_memory_where_a_lost_token_may_be_dear(most_token_s: float) -> None:
+    """By the upper end of its price a third of the time would be lost."""
+    planned = plan(EVEN, most_token_s=most_token_s)
+    assert planned.threshold_s > 0.0
+    assert planned.claimed_ratio == 1.0
+
+
+def test_nothing_more_is_claimed_where_nothing_is_held() -> None:
+    """An iteration costs the same however many sequences there are: a place is worth more than what is lost."""
+    planned = plan(CHEAP, most_token_s=1e-6)
+    assert (planned.threshold_s, planned.claimed_ratio) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("costs", [DEAR, CHEAP])

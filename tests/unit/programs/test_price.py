@@ -60,6 +60,8 @@ LONG = AgentWorkload(
     output_tokens=Uniform(16, 48),
     tool_s=Exponential(2.0),
 )
+SLOWS = TimingProfile("slows-with-contexts", 5.74e-3, 1.7e-5, 0.0, 1.25e-6)
+
 LOADS = {"short": SHORT, "long": LONG}
 CONTEXT_TOKENS = {"short": 2000, "long": 13_000}
 
@@ -73,6 +75,7 @@ class Seen:
     ended_s: float
     uncached_tokens: int
     output_tokens: int
+    context_tokens: int
 
 
 class _EnoughError(Exception):
@@ -83,7 +86,8 @@ class _EnoughError(Exception):
 def turns_on(profile_name: str, load: str, programs_count: int, memory_ratio: float) -> tuple[Seen, ...]:
     """Return 200 turns on a simulated engine with that part of the memory that all programs want, nobody held."""
     kv_tokens = max(CONTEXT_TOKENS[load] * 3, int(programs_count * CONTEXT_TOKENS[load] * memory_ratio))
-    engine = EngineConfig(kv_tokens, timing=PROFILES[profile_name], max_num_batched_tokens=8192)
+    timing = SLOWS if profile_name == SLOWS.name else PROFILES[profile_name]
+    engine = EngineConfig(kv_tokens, timing=timing, max_num_batched_tokens=8192)
     scenario = Scenario(engine, programs_count=programs_count, horizon_s=3000.0, seed=3)
     simulation = Simulation(scenario, LOADS[load], load_policy("passthrough", {}))
     seen: list[Seen] = []
@@ -94,7 +98,9 @@ def turns_on(profile_name: str, load: str, programs_count: int, memory_ratio: fl
             turn = simulation.scheduler.turns[event.turn_id]
             assert turn.started_s is not None
             uncached_tokens = event.prompt_tokens - event.cached_tokens
-            seen.append(Seen(turn.granted_s, turn.started_s, event.now_s, uncached_tokens, event.output_tokens))
+            context_tokens = event.prompt_tokens + event.output_tokens // 2
+            times_s = turn.granted_s, turn.started_s, event.now_s
+            seen.append(Seen(*times_s, uncached_tokens, event.output_tokens, context_tokens))
             if len(seen) == 200:
                 raise _EnoughError
         return handle(event)
@@ -113,7 +119,8 @@ def price_after(seen: tuple[Seen, ...], count: int, *, streamed: bool) -> Price:
         others_count = sum(granted_s <= turn.ended_s for granted_s in grants_s) - number - 1
         tokens = turn.uncached_tokens
         first_s = turn.first_s if streamed else None
-        told = SeenTurn(turn.granted_s, first_s, turn.ended_s, tokens, tokens, turn.output_tokens)
+        times_s, context_tokens = (turn.granted_s, first_s, turn.ended_s), turn.context_tokens
+        told = SeenTurn(*times_s, tokens, tokens, turn.output_tokens, context_tokens=context_tokens)
         price.turn_ended(told, others_count)
     return price
 
@@ -149,6 +156,16 @@ def test_the_price_is_found_where_answers_come_whole(
     assert price.high_token_s >= true_s / 1.5
     if memory_ratio > 1:
         assert true_s / 1.6 <= price.token_s <= true_s * 1.6
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_what_contexts_cost_is_not_taken_for_the_iterations(streamed: bool) -> None:
+    """Turns alone fill the memory, so iterations take some 45 ms whatever runs; all but 6 ms of it is for contexts."""
+    seen = turns_on("slows-with-contexts", "short", 40, 0.4)
+    price = price_after(seen, 200, streamed=streamed)
+    sequence_s = 1.25e-6 * sum(turn.context_tokens for turn in seen) / len(seen)
+    assert price.iteration_s < 0.5 * 45e-3
+    assert price.sequence_s == pytest.approx(sequence_s, rel=0.5)
 
 
 COUNTED = [row for row in GRID[5:15] if row[2] < 64]

@@ -43,6 +43,9 @@ HIGHEST_RATIO: Final = 3.0
 LOSS_SLACK_RATIO: Final = 0.10
 """Part of the expected cache that may be lost without a reaction: ends of blocks, and programs that were edited."""
 
+EXCEEDED_SLACK_RATIO: Final = 0.5
+"""The same where claims may exceed the memory: the engine gives parts of it up."""
+
 STEP_DOWN_RATIO: Final = 0.5
 """Part of the loss that is taken from the capacity at once."""
 
@@ -262,11 +265,13 @@ class CapacityCorrection:
         self._down_s = now_s
         self._begin_anew(now_s)
 
-    def step(self, now_s: float, *, active_count: int, wanted: bool, idle_s: float = 0.0) -> bool:
+    def step(
+        self, now_s: float, *, active_count: int, wanted: bool, idle_s: float = 0.0, may_exceed: bool = False
+    ) -> bool:
         """Correct the ratio if it is time; return whether it changed.
 
         `wanted`: others wait, all claimable memory is claimed, and the memory was full once. `idle_s`: total time in
-        which the engine had no turn while programs waited for room.
+        which the engine had no turn while programs waited for room. Claims `may_exceed` the memory (`holding.py`).
         """
         before = self.ratio
         if self._undo(now_s, idle_s):
@@ -281,7 +286,7 @@ class CapacityCorrection:
         if expected_tokens:
             lost_ratio = (self._lost_tokens + self._window.lost_tokens) / expected_tokens
             lost_at_most_ratio = (self._lost_tokens + self._window.lost_at_most_tokens) / expected_tokens
-        if lost_ratio > LOSS_SLACK_RATIO:
+        if lost_ratio > (EXCEEDED_SLACK_RATIO if may_exceed else LOSS_SLACK_RATIO):
             self._step_down(now_s, lost_ratio)
         elif self.ratio > 1.0 and not self._tells_cached and lost_at_most_ratio > BEYOND_SLACK_RATIO:
             self.ratio = self._ceiling_ratio = max(1.0, self.ratio * (1.0 - lost_at_most_ratio))

@@ -28,6 +28,11 @@ are those of all tools together (`tool_times.py`): engines evict what was not us
 memory cannot be kept for quick tools alone for long. Until some programs came back nothing is held: programs of one
 turn that do not say their end look like programs whose tools run.
 
+**Softly.** Where a lost token costs little, hard claims for programs that are held waste more than they save: some are
+back at any time, and all claims cover what no turn has brought yet. There claims may exceed the memory by a fifth, and
+the engine gives up what was not used for longest. That is where an engine that holds nothing spends at most a quarter
+of its time on lost histories, even by the upper end of the price.
+
 **The threshold.** H is where one more second of holding no longer pays for all tools together. So one over the lowest
 return rate up to there is what a lost token is worth in seconds of holding; each tool is held by that. That is the
 break-even time b·C of an engine that is short of compute alone, less what the memory is worth.
@@ -66,6 +71,12 @@ HOLDING_GAIN_RATIO: Final = 1.02
 CLAIMED_RATIO: Final = 0.95
 """Part of the memory that may be claimed where programs are held."""
 
+CHEAP_LOSS_RATIO: Final = 0.25
+"""A lost token costs little if an engine that holds nothing spends at most this part of its time on lost histories."""
+
+SOFTLY_CLAIMED_RATIO: Final = 1.2
+"""How many times the memory may be claimed where programs are held softly."""
+
 SLACK_RATIO: Final = 1.0001
 """So that a tool whose rate is just the lowest is held."""
 
@@ -100,6 +111,8 @@ class HoldingPlan(NamedTuple):
     """Predicted with it; 0 if nothing is known yet."""
     unheld_turns_per_s: float
     """Predicted if nothing were held."""
+    claimed_ratio: float = 1.0
+    """How many times the memory may be claimed."""
 
 
 NOTHING_HELD: Final = HoldingPlan(0.0, 0.0, 0.0)
@@ -187,11 +200,13 @@ def plan_holding(
     corrected_ratio: float = 1.0,
     own_ratio: float = 1.0,
     reserve_tokens: float = 0.0,
+    most_token_s: float = inf,
 ) -> HoldingPlan:
     """Return for how long tools are best held on an engine with this memory.
 
     `corrected_ratio` of it can be claimed (`capacity.py`), `own_ratio` of what turns hold is not shared with others,
-    and a program that is held claims `reserve_tokens` besides. Cost: O(intervals · bisections).
+    and a program that is held claims `reserve_tokens` besides. A prompt token costs at most `most_token_s`; if
+    that is little, claims may exceed the memory. Cost: O(intervals · bisections).
     """
     held_tokens = own_ratio * means.held_tokens
     if memory_tokens <= 0 or memory_tokens == inf or means.count < ENOUGH_TURNS_COUNT or held_tokens <= 0:
@@ -202,7 +217,9 @@ def plan_holding(
     goes_on_ratio = means.goes_on_ratio
     lost_tokens = goes_on_ratio * own_ratio * means.left_tokens
     unheld = best = _turns_per_s(costs, means, memory_tokens / held_tokens, lost_tokens, 0.0)
-    claimed_ratio = CLAIMED_RATIO * max(1.0, corrected_ratio)
+    is_soft = unheld * most_token_s * lost_tokens <= CHEAP_LOSS_RATIO
+    exceeding_ratio = SOFTLY_CLAIMED_RATIO if is_soft else 1.0
+    claimed_ratio = exceeding_ratio * CLAIMED_RATIO * max(1.0, corrected_ratio)
     places_count = claimed_ratio * memory_tokens / (held_tokens + reserve_tokens)
     threshold_s, lowest_per_s, away_ratio, away_s = 0.0, inf, 1.0, 0.0
     grid = zip(returns.lengths_s, returns.return_ratios, returns.rates_per_s, strict=True)
@@ -213,9 +230,9 @@ def plan_holding(
         predicted = _turns_per_s(costs, means, places_count, away_ratio * lost_tokens, goes_on_ratio * away_s)
         if predicted > best:
             best, threshold_s = predicted, SLACK_RATIO / lowest_per_s if lowest_per_s > 0 else inf
-    if best < HOLDING_GAIN_RATIO * unheld:
+    if not threshold_s or best < HOLDING_GAIN_RATIO * unheld:
         return HoldingPlan(0.0, unheld, unheld)
-    return HoldingPlan(threshold_s, best, unheld)
+    return HoldingPlan(threshold_s, best, unheld, exceeding_ratio)
 
 
 def _turns_per_s(costs: EngineCosts, means: TurnMeans, places_count: float, lost_tokens: float, away_s: float) -> float:

@@ -274,6 +274,7 @@ class Knowledge:
                 corrected_ratio=1.0 if correction is None else correction.ratio,
                 own_ratio=own_ratio,
                 reserve_tokens=self._turn_tokens,
+                most_token_s=price.high_token_s if self._rules.adapt_capacity else inf,
             )
             self._plans[replica_id] = (now_s + REFRESH_S, plan)
         return plan
@@ -336,6 +337,7 @@ class Knowledge:
             ended.uncached_tokens,
             least_tokens,
             ended.output_tokens,
+            context_tokens=ended.prompt_tokens + ended.output_tokens // 2,
             loaded_tokens=loaded_tokens,
             is_row=is_row,
         )
@@ -345,7 +347,17 @@ class Knowledge:
         """Note what an engine computed for a turn in flight that left no usage."""
         if turn.started_s is not None and turn.account_id is not None:
             tokens = max(0, turn.prompt_tokens - turn.resident_tokens)
-            seen = SeenTurn(turn.granted_s, turn.started_s, now_s, tokens, tokens, turn.output_tokens, is_row=False)
+            output_tokens, context_tokens = turn.output_tokens, turn.prompt_tokens + turn.output_tokens // 2
+            seen = SeenTurn(
+                turn.granted_s,
+                turn.started_s,
+                now_s,
+                tokens,
+                tokens,
+                output_tokens,
+                context_tokens=context_tokens,
+                is_row=False,
+            )
             self.prices.turn_ended(turn.account_id, seen, others_count)
 
     def tool_began(self, program: Program) -> None:

@@ -12,6 +12,11 @@ there takes for it. The stay of a turn is such a time, from its lease to its end
 first token came, so its stay is two: until then, with what passes outside of the engine, and from then on,
 where each of its tokens is an iteration.
 
+Some engines read the whole context of a sequence for each token, so that many small sequences take as long as few large
+ones. Where turns alone fill the memory, sequences that count alike then seem to cost nothing, and the iteration all. So
+once enough turns are remembered a second fit is made, in which a generated token counts by the size of its context over
+the mean one, and the closer of both counts.
+
 What others computed within a stay follows from when: a prompt just before its first token, an answer evenly from there
 on, while no prompt is computed. Where an answer came whole, its first token is estimated from its end by the prices
 themselves; a few passes make both agree. How long such a turn waited inside of the engine remains uncertain, so it is
@@ -79,6 +84,9 @@ SURE_RATIO: Final = 2.0
 WIDE_RATIO: Final = 1.5
 """An assumption whose residuals are larger than another's by this ratio is not believed alone."""
 
+SIZED_FIT_COUNT: Final = 128
+"""Turns from which on what is generated may count by the size of its context: before, contexts hardly differ."""
+
 SHORT_TOKENS: Final = 4
 """The time in which an answer of no more tokens was generated says little."""
 
@@ -100,6 +108,7 @@ class SeenTurn:
 
     __slots__ = (
         "computed_tokens",
+        "context_tokens",
         "ended_s",
         "first_s",
         "granted_s",
@@ -118,14 +127,15 @@ class SeenTurn:
         least_tokens: int,
         output_tokens: int,
         *,
+        context_tokens: int = 1,
         loaded_tokens: int = 0,
         is_row: bool = True,
     ) -> None:
         """Record a turn that ended; `first_s` is None if its first token was not seen apart from its end.
 
         `computed_tokens` of its prompt were computed, `least_tokens` for certain, and `loaded_tokens` came from a tier
-        behind the replica's pool. If not `is_row`, its own time says
-        nothing.
+        behind the replica's pool. While it generated it held `context_tokens` in the mean. If not `is_row`, its own
+        time says nothing.
         """
         self.granted_s = granted_s
         self.first_s = -1.0 if first_s is None or not granted_s <= first_s < ended_s else first_s
@@ -134,6 +144,7 @@ class SeenTurn:
         self.computed_tokens = max(1, computed_tokens)
         self.least_tokens = max(1, min(computed_tokens, least_tokens))
         self.output_tokens = max(1, output_tokens)
+        self.context_tokens = max(1, context_tokens)
         self.loaded_tokens = loaded_tokens
         self.is_row = is_row
 
@@ -174,7 +185,7 @@ class Price:
         self.iteration_s = 0.0
         """Seconds for each iteration, whatever it computes; 0 until known."""
         self.sequence_s = 0.0
-        """Seconds more for each sequence that generates in it."""
+        """Seconds more for each sequence of mean size that generates in it."""
         self.source = GUESS
         self.is_measured = False
         """Whether it comes from what was seen on a replica, now or before a restart."""
@@ -283,16 +294,22 @@ class Price:
             return
         if _quantile([turns[index].ended_s - turns[index].granted_s for index in chosen], 0.5) <= 0:
             return
-        before = {(fit.slow, fit.least): fit for fit in self._fits} if len(turns) >= KEPT_COUNT else {}
+        before = {(fit.slow, fit.least, fit.sized): fit for fit in self._fits} if len(turns) >= KEPT_COUNT else {}
         assumptions = [(False, False)]
         if any(turns[index].first_s < 0 for index in chosen):
             assumptions.append((True, False))
         if any(turn.least_tokens < turn.computed_tokens for turn in turns):
             assumptions += [(slow, True) for slow, _ in tuple(assumptions)]
-        self._fits = [
-            Fit(turns, chosen, before.get((slow, least)), slow=slow, least=least) for slow, least in assumptions
+        kinds = (False, True) if len(turns) >= SIZED_FIT_COUNT else (False,)
+        by_kind = [
+            [
+                Fit(turns, chosen, before.get((slow, least, sized)), slow=slow, least=least, sized=sized)
+                for slow, least in assumptions
+            ]
+            for sized in kinds
         ]
-        self._say(self._fits)
+        self._fits = [fit for fits in by_kind for fit in fits]
+        self._say(min(by_kind, key=_least_error_of))
 
     def _say(self, fits: list[Fit]) -> None:
         """Combine what follows from the assumptions."""
@@ -491,12 +508,14 @@ class Fit:
     """The prices under which the turns of a replica took as long as they did."""
 
     __slots__ = (
+        "_size_ratios",
         "error_token_s",
         "generated_token_s",
         "iteration_s",
         "least",
         "relative_error",
         "sequence_s",
+        "sized",
         "slow",
         "token_s",
     )
@@ -509,15 +528,21 @@ class Fit:
         *,
         slow: bool = False,
         least: bool = False,
+        sized: bool = False,
     ) -> None:
         """Fit the stays of the `chosen` turns among all `turns`, starting from the `last` fit if there is one.
 
         With `slow`, turns whose first token was not seen generated no faster than the quickest; with `least`, only
-        what was computed for certain was.
+        what was computed for certain was; with `sized`, what a turn generated counts by the size of its context.
         """
-        self.slow, self.least = slow, least
+        self.slow, self.least, self.sized = slow, least, sized
         self.error_token_s = self.relative_error = 0.0
         self.generated_token_s: float = 0.0
+        outputs_tokens = sum([turn.output_tokens for turn in turns])
+        self._size_ratios = [1.0] * len(turns)
+        if sized:
+            mean_tokens = sum([turn.context_tokens * turn.output_tokens for turn in turns]) / outputs_tokens
+            self._size_ratios = [turn.context_tokens / mean_tokens for turn in turns]
         tokens = [turn.least_tokens if least else turn.computed_tokens for turn in turns]
         speeds_s = [_until(turn) / turn.output_tokens for turn in turns if turn.output_tokens > 1]
         token_s = _quantile([_answered(turn) / each for turn, each in zip(turns, tokens, strict=True)], 0.02)
@@ -532,31 +557,32 @@ class Fit:
             generating_s = [turn.output_tokens * own_token_s for turn in turns]
         for number in range(passes_count):
             generating_s = self._pass(turns, tokens, chosen, generating_s, last=number == passes_count - 1)
-        self.generated_token_s = sum(generating_s) / sum([turn.output_tokens for turn in turns])
+        self.generated_token_s = sum(generating_s) / outputs_tokens
 
     def _pass(
         self, turns: list[SeenTurn], tokens: list[int], chosen: list[int], generating_s: list[float], *, last: bool
     ) -> list[float]:
         """Place what was computed by the present prices, fit anew, and return how long each turn generated."""
-        line = Timeline(turns, tokens, self.token_s, generating_s)
+        line = Timeline(turns, tokens, self.token_s, generating_s, self._size_ratios)
         rows: list[list[float]] = []
         times_s: list[float] = []
         for index in chosen:
-            turn, first_s = turns[index], line.firsts_s[index]
+            turn, first_s, size_ratio = turns[index], line.firsts_s[index], self._size_ratios[index]
             prompt_tokens, output_tokens = float(tokens[index]), float(turn.output_tokens)
             if turn.first_s < 0:
                 _, computed, generated = line.done(turn.granted_s, turn.ended_s)
-                row = [1.0, output_tokens, max(prompt_tokens, computed), max(output_tokens, generated)]
+                row = [1.0, output_tokens, max(prompt_tokens, computed), max(size_ratio * output_tokens, generated)]
                 rows.append([*row, float(turn.loaded_tokens)])
                 times_s.append(turn.ended_s - turn.granted_s)
                 continue
             iterations, computed, generated = line.done(turn.granted_s, first_s)
-            row = [1.0, 1.0 + iterations, max(prompt_tokens, computed), 1.0 + generated]
+            row = [1.0, 1.0 + iterations, max(prompt_tokens, computed), size_ratio + generated]
             rows.append([*row, float(turn.loaded_tokens)])
             times_s.append(first_s - turn.granted_s)
             if output_tokens > SHORT_TOKENS:
                 _, computed, generated = line.done(first_s, turn.ended_s)
-                rows.append([0.0, output_tokens - 1.0, computed, max(output_tokens - 1.0, generated), 0.0])
+                generated = max(size_ratio * (output_tokens - 1.0), generated)
+                rows.append([0.0, output_tokens - 1.0, computed, generated, 0.0])
                 times_s.append(turn.ended_s - first_s)
         if not any(turn.loaded_tokens for turn in turns):
             rows = [row[:4] for row in rows]
@@ -568,10 +594,10 @@ class Fit:
             left_s = [max(0.0, _until(turn) - self.token_s * each) for turn, each in zip(turns, tokens, strict=True)]
             quickest_s = _quantile([each / turn.output_tokens for each, turn in zip(left_s, turns, strict=True)], 0.05)
         took_s = []
-        for turn, first_s in zip(turns, line.firsts_s, strict=True):
+        for turn, first_s, size_ratio in zip(turns, line.firsts_s, self._size_ratios, strict=True):
             _, computed, generated = line.done(first_s, turn.ended_s)
             own_s = self.iteration_s * turn.output_tokens + self.token_s * computed
-            own_s += self.sequence_s * max(float(turn.output_tokens), generated)
+            own_s += self.sequence_s * max(size_ratio * turn.output_tokens, generated)
             took_s.append(max(own_s, quickest_s * turn.output_tokens))
         return took_s
 
@@ -619,8 +645,18 @@ class Timeline:
 
     __slots__ = ("_clock", "_computed", "_generated", "_iterations", "firsts_s")
 
-    def __init__(self, turns: list[SeenTurn], tokens: list[int], token_s: float, generating_s: list[float]) -> None:
-        """Place the `tokens` of each prompt, and an answer that came whole, which took so long to generate."""
+    def __init__(
+        self,
+        turns: list[SeenTurn],
+        tokens: list[int],
+        token_s: float,
+        generating_s: list[float],
+        size_ratios: list[float],
+    ) -> None:
+        """Place the `tokens` of each prompt, and an answer that came whole, which took so long to generate.
+
+        What a turn generates counts by its size.
+        """
         self.firsts_s: list[float] = []
         """When each turn's first token came."""
         prompts: list[tuple[float, float, float]] = []
@@ -636,7 +672,8 @@ class Timeline:
         outputs: list[tuple[float, float, float]] = []
         for turn, first_s in zip(turns, self.firsts_s, strict=True):
             outputs.append((self._clock.at(first_s), self._clock.at(turn.ended_s), float(turn.output_tokens)))
-        self._generated = Curve(outputs)
+        sized = zip(outputs, size_ratios, strict=True)
+        self._generated = Curve([(first, end, size_ratio * amount) for (first, end, amount), size_ratio in sized])
         running = Curve([(first, end, end - first) for first, end, _ in outputs])
         iterations: list[tuple[float, float, float]] = []
         for first, end, output_tokens in outputs:
@@ -820,3 +857,7 @@ def _token_s_of(price: Price) -> float:
 
 def _error_of(fit: Fit) -> float:
     return fit.relative_error
+
+
+def _least_error_of(fits: list[Fit]) -> float:
+    return min([fit.relative_error for fit in fits])

@@ -8,6 +8,7 @@ import pytest
 
 from tests.builders import Driver, grew, of_kind, restored_on
 from thunderagent.errors import ConfigurationError
+from thunderagent.programs.learned.holding import HoldingPlan
 from thunderagent.programs.learned.price import FIRST_TOKEN_S
 from thunderagent.programs.model.decisions import Grant, Hold, Mark, Pause, Reason, Restore, Unmark
 from thunderagent.programs.model.settings import SchedulerSettings
@@ -1052,3 +1053,17 @@ def test_settings_that_mean_nothing_are_refused(wrong: dict[str, float], named: 
     """The message names the setting."""
     with pytest.raises(ConfigurationError, match=named):
         BreakEven(**wrong)
+
+
+@pytest.mark.parametrize("adapt_capacity", [True, False])
+def test_more_may_be_claimed_than_fits_where_the_plan_says_so(adapt_capacity: bool) -> None:
+    """A lost token costs little there. With a capacity that is not corrected, claims stay within it."""
+    driver = driver_with(adapt_capacity=adapt_capacity)
+    driver.takes_turn("a", 100)
+    account = driver.scheduler.replicas["r0"].account
+    limits = []
+    for claimed_ratio in (1.0, 1.2, 1.0):
+        driver.scheduler.knowledge._plans["r0"] = (inf, HoldingPlan(1.0, 2.0, 1.0, claimed_ratio))
+        driver.ticks(1.0)
+        limits.append(account.limit_tokens)
+    assert limits == ([1000, 1200, 1000] if adapt_capacity else [1000] * 3)
