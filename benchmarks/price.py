@@ -29,7 +29,8 @@ from benchmarks.machine import ROOT, save_results
 from benchmarks.world_cells import H1_LOAD, STANDARD, TELLS_NOTHING, mocker, real_engine
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.learned.price import MEASURED
-from thunderagent.programs.model.events import Event, TurnFinished
+from thunderagent.programs.messages import TurnEnd
+from thunderagent.programs.model.events import Event
 from thunderagent.programs.model.fleet_events import ReplicaPolled
 from thunderagent.simulator.commands.compare import names
 from thunderagent.simulator.comparison.processes import GoOn
@@ -136,7 +137,7 @@ def learned_prices(task: Task, go_on: GoOn = lambda: None) -> Figures:
         decisions = handle(event)
         if isinstance(event, ReplicaPolled) and kind.tells_counters:
             counters_come(event.replica_id)
-        if isinstance(event, TurnFinished):
+        if isinstance(event, TurnEnd) and event.outcome == "finished":
             ended_count += 1
             contexts_tokens += event.prompt_tokens or 0
             if ended_count in task.counts:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from benchmarks import machine
-from benchmarks.machine import code_hash, save_results
+from benchmarks.machine import ROOT, code_hash, save_results
+
+ELSEWHERE = {"minisweagent", "torch"}
+"""What some benchmarks run on, in environments of their own."""
 
 
 def test_a_result_says_which_code_made_it_and_on_what_machine(tmp_path: Path) -> None:
@@ -28,3 +32,12 @@ def test_an_earlier_result_is_kept_beside_a_new_one(tmp_path: Path, monkeypatch:
     assert json.loads(path.read_text())["figure"] == 2
     (earlier,) = (tmp_path / "earlier").glob("core-*.json")
     assert (json.loads(earlier.read_text())["figure"], json.loads(earlier.read_text())["step"]) == (1, 2)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py")))
+def test_what_a_benchmark_takes_from_the_package_is_there(name: str) -> None:
+    try:
+        import_module(f"benchmarks.{name}")
+    except ModuleNotFoundError as error:
+        if error.name not in ELSEWHERE:
+            raise
