@@ -6,7 +6,6 @@ TRAINING_SEEDS how often it is run with and without the proxy.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import sys
@@ -87,7 +86,7 @@ async def trained(python: Path, script: Path, log: Path, *arguments: object, **v
 async def test_grpo_learns_through_the_proxy(
     vllm: None, sglang: None, python: Path, run_proxy: RunProxy, tmp_path: Path
 ) -> None:
-    """Reward rises as without the proxy; each token is the engine's own, and bears the version of its step's weights."""
+    """Reward rises as without it; each token is the engine's own, and bears the version of its step's weights."""
     steps = int(os.environ.get("TRAINING_STEPS", "30"))
     model = ensure_model(128, 2, word_count=8, max_model_len=MAX_LEN)
     async with engines(model, tmp_path) as (first, second):

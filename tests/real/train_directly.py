@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+
 from docs.examples import grpo
 
 Row = dict[str, Any]
