@@ -1,4 +1,4 @@
-"""TRL's GRPO learns through the proxy on a real vLLM and a real SGLang, as `docs/examples/grpo.py` shows it.
+"""TRL's GRPO learns through the proxy on a real vLLM and a real SGLang, as `docs/examples/training/grpo.py` shows it.
 
 The model is a tiny random one, the task is to say the word that a tool said. TRAINING_STEPS says how many steps;
 TRAINING_SEEDS how often it is run with and without the proxy.
@@ -93,7 +93,7 @@ async def test_grpo_learns_through_the_proxy(
         async with run_proxy((first, second), "--rollouts", "logprobs", "--rollout-keep-s", "7200") as proxy:
             through = await trained(
                 python,
-                ROOT / "docs/examples/grpo.py",
+                ROOT / "docs/examples/training/grpo.py",
                 tmp_path / "through.log",
                 model,
                 tmp_path / "weights",

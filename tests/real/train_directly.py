@@ -13,12 +13,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
+import httpx2
 
-from docs.examples import grpo
+from docs.examples.training import grpo
 
 Row = dict[str, Any]
-http = httpx.Client(timeout=3600, limits=httpx.Limits(max_connections=None))
+http = httpx2.Client(timeout=3600, limits=httpx2.Limits(max_connections=None))
 SGLANG_HEADERS = {"x-sglext-return-input-ids": "1", "x-sglext-return-output-ids": "1"}
 
 

@@ -13,7 +13,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
+import httpx2
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
@@ -24,7 +24,7 @@ PROXY = os.environ.get("THUNDERAGENT_PROXY", "http://127.0.0.1:8300")
 PROMPTS, SAMPLES, TURNS, AT_A_TIME = 8, 8, 3, 16
 WORDS = [f"w{number}" for number in range(8)]
 
-http = httpx.Client(base_url=PROXY, timeout=3600, limits=httpx.Limits(max_connections=None))
+http = httpx2.Client(base_url=PROXY, timeout=3600, limits=httpx2.Limits(max_connections=None))
 
 
 def post(path, body=None):
