@@ -78,6 +78,11 @@ def rollout_func(prompts, trainer):
     return {**rollouts.for_trl(found for found, _ in done), "reward": [reward for _, reward in done]}
 
 
+def rewarded(completions, reward, **_):
+    """Return the rewards that the rollouts came with."""
+    return reward
+
+
 def train(model, steps, rollout_func):
     """Train, and return the mean reward of each step and when it ended."""
     draw = random.Random(0)
@@ -102,7 +107,7 @@ def train(model, steps, rollout_func):
     tokenizer.pad_token = tokenizer.eos_token
     trainer = GRPOTrainer(
         AutoModelForCausalLM.from_pretrained(model, dtype="float32"),
-        reward_funcs=lambda completions, reward, **_: reward,
+        reward_funcs=rewarded,
         args=settings,
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=tokenizer,
