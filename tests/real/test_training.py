@@ -151,7 +151,11 @@ def check_tokens(found: list[dict[str, Any]], tap: str) -> int:
     compared = 0
     for each in found:
         for turn in each["turns"]:
-            own = [tokens for name, tokens in made.items() if turn["request_id"] in name] if turn["request_id"] else []
+            own = (
+                [tokens for name, tokens in made.items() if f"-{turn['request_id']}-" in f"{name}-"]
+                if turn["request_id"]
+                else []
+            )
             if own:
                 assert [output["ids"] for output in turn["outputs"]] == own, turn
                 compared += len(own[0])
