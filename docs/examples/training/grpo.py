@@ -1,0 +1,125 @@
+"""Train a model by TRL's GRPO on an agent of several turns, whose engines are behind the proxy.
+
+Each turn a tool says a word, and the agent has to say the same word. The reward is the part of words that are right.
+
+    thunderagent serve --backends http://localhost:8000,http://localhost:8001 --rollouts logprobs
+    python grpo.py MODEL_FOLDER WEIGHTS_FOLDER STEPS
+"""
+
+import json
+import os
+import random
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx2
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+
+from thunderagent.client import program, rollouts
+
+PROXY = os.environ.get("THUNDERAGENT_PROXY", "http://127.0.0.1:8300")
+PROMPTS, SAMPLES, TURNS, AT_A_TIME = 8, 8, 3, 16
+WORDS = [f"w{number}" for number in range(8)]
+
+http = httpx2.Client(base_url=PROXY, timeout=3600, limits=httpx2.Limits(max_connections=None))
+
+
+def post(path, body=None):
+    return http.post(path, json=body or {}).raise_for_status()
+
+
+def converse(url, name, words):
+    """Run the agent; return its reward. A turn without a word is its end."""
+    messages, right = [], 0
+    for word in words:
+        messages.append({"role": "tool", "tool_call_id": "next", "content": word})
+        answer = post(url, {"model": name, "messages": messages, "max_tokens": 1, "temperature": 1.0}).json()
+        said = answer["choices"][0]["message"]["content"]
+        if not said:
+            break
+        messages.append({"role": "assistant", "content": said})
+        right += said.strip() == word
+    return right / len(words)
+
+
+def run(program_id, name, words):
+    """Run the agent as a program; return its rollout and its reward."""
+    with program(program_id, proxy=PROXY) as p:
+        reward = converse(f"{p.base_url}/chat/completions", name, words)
+    return rollouts.rollout(program_id, proxy=PROXY, wait_s=30), reward
+
+
+def load(folder, version):
+    """Give all engines the weights of a folder: held turns wait meanwhile, and later ones are stamped with them."""
+    post("/weight_sync/begin")
+    for replica in http.get("/replicas").json()["replicas"]:
+        engine = f"/workers/{replica['replica_id']}"
+        if replica["kind"] == "sglang":
+            post(f"{engine}/update_weights_from_disk", {"model_path": folder, "weight_version": version})
+        else:
+            post(f"{engine}/pause?mode=wait")
+            post(f"{engine}/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
+            post(f"{engine}/resume")
+    post("/weight_sync/end", {"weight_version": version})
+
+
+def rollout_func(prompts, trainer):
+    """Return what TRL trains on: tokens as the engines sampled them, one row for each prompt."""
+    step = trainer.state.global_step
+    trainer.save_model(f"{FOLDER}/step-{step}")
+    load(f"{FOLDER}/step-{step}", str(step))
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        ids = [f"step-{step}-{number}" for number in range(len(prompts))]
+        done = list(pool.map(run, ids, [MODEL_NAME] * len(ids), [prompt.split() for prompt in prompts]))
+    assert not any(found["mask_sample"] for found, _ in done)  # no failure is trained on as a reward of 0
+    return {**rollouts.for_trl(found for found, _ in done), "reward": [reward for _, reward in done]}
+
+
+def rewarded(completions, reward, **_):
+    """Return the rewards that the rollouts came with."""
+    return reward
+
+
+def train(model, steps, rollout_func):
+    """Train, and return the mean reward of each step and when it ended."""
+    draw = random.Random(0)
+    prompts = [" ".join(draw.choices(WORDS, k=TURNS)) for _ in range(PROMPTS * steps)]
+    settings = GRPOConfig(
+        output_dir=FOLDER,
+        max_steps=steps,
+        per_device_train_batch_size=PROMPTS * SAMPLES,
+        num_generations=SAMPLES,
+        learning_rate=3e-3,
+        lr_scheduler_type="constant",
+        max_grad_norm=1.0,
+        gradient_checkpointing=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+        seed=0,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.pad_token = tokenizer.eos_token
+    trainer = GRPOTrainer(
+        AutoModelForCausalLM.from_pretrained(model, dtype="float32"),
+        reward_funcs=rewarded,
+        args=settings,
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        processing_class=tokenizer,
+        rollout_func=rollout_func,
+    )
+    trainer.train()
+    return [each["reward"] for each in trainer.state.log_history if "reward" in each]
+
+
+if __name__ == "__main__":
+    MODEL, FOLDER, STEPS = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    MODEL_NAME = http.get("/v1/models").json()["data"][0]["id"]
+    began = time.monotonic()
+    rewards = train(MODEL, STEPS, rollout_func)
+    print(json.dumps({"rewards": rewards, "took_s": time.monotonic() - began}))

@@ -1,0 +1,162 @@
+"""TRL's GRPO learns through the proxy on a real vLLM and a real SGLang, as `docs/examples/training/grpo.py` shows it.
+
+The model is a tiny random one, the task is to say the word that a tool said. It runs with and without the proxy.
+TRAINING_STEPS says how many steps; TRAINING_RESULT is a file for the rewards and the times.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import asynccontextmanager
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+import pytest
+
+from benchmarks.environments import RealEngineError, ensure_environment
+from benchmarks.processes import running
+from benchmarks.real_engine import RealEngine, RealEngineConfig, ensure_model
+from tests.loopback import free_ports
+from tests.real import token_tap
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from typing import NoReturn
+
+    from tests.real.conftest import RunProxy
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.nightly]
+
+ROOT = Path(__file__).parents[2]
+TRL = ["trl==1.16.0", "torch==2.13.0", "transformers==5.19.0"]
+MAX_LEN = 512
+
+
+@pytest.fixture(scope="module")
+def python(require_real: Callable[[str], NoReturn], pytestconfig: pytest.Config) -> Path:
+    """Make TRL's environment; the first time takes some minutes and is announced."""
+    try:
+        with pytestconfig.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+            return ensure_environment("trl", TRL, "about 1 GB, some minutes")
+    except RealEngineError as error:
+        require_real(f"no TRL: {error}")
+
+
+@asynccontextmanager
+async def engines(model: Path, folder: Path) -> AsyncIterator[tuple[RealEngine, RealEngine]]:
+    """Run one of each kind with the model; vLLM writes down what its core got and made."""
+    (plugin := folder / "plugin").mkdir()
+    token_tap.install(plugin)
+    ports = free_ports(2)
+    shape: dict[str, Any] = {"hidden_size": 128, "layers": 2, "max_model_len": MAX_LEN, "core": None}
+    vllm = RealEngineConfig(
+        **shape,
+        pool_blocks=256,
+        port=ports[0],
+        extra_args=("--model", str(model), "--max-num-seqs", "16"),
+        extra_variables=(("PYTHONPATH", str(plugin)), ("TOKEN_TAP", str(folder / "tap.jsonl"))),
+    )
+    sglang = RealEngineConfig(
+        **shape,
+        engine="sglang",
+        pool_blocks=8192,
+        block_size=1,
+        port=ports[1],
+        extra_args=("--model-path", str(model), "--max-running-requests", "16"),
+    )
+    async with RealEngine(vllm) as first, RealEngine(sglang) as second:
+        yield first, second
+
+
+async def trained(python: Path, script: Path, log: Path, *arguments: object, **variables: str) -> dict[str, Any]:
+    """Run a training to its end; return what it prints last."""
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables}
+    command = (str(python), str(script), *map(str, arguments))
+    async with running(*command, log_path=log, core=None, **environment) as process:
+        assert await process.wait() == 0, log.read_text()[-6000:]
+    found: dict[str, Any] = json.loads(log.read_text().splitlines()[-1])
+    return found
+
+
+@pytest.mark.timeout(7200, func_only=True)
+async def test_grpo_learns_through_the_proxy(
+    vllm: None, sglang: None, python: Path, run_proxy: RunProxy, tmp_path: Path
+) -> None:
+    """Reward rises as without it; each token is the engine's own, and bears the version of its step's weights."""
+    steps = int(os.environ.get("TRAINING_STEPS", "30"))
+    model = ensure_model(128, 2, word_count=8, max_model_len=MAX_LEN)
+    async with engines(model, tmp_path) as (first, second):
+        async with run_proxy((first, second), "--rollouts", "logprobs", "--rollout-keep-s", "7200") as proxy:
+            through = await trained(
+                python,
+                ROOT / "docs/examples/training/grpo.py",
+                tmp_path / "through.log",
+                model,
+                tmp_path / "weights",
+                steps,
+                THUNDERAGENT_PROXY=proxy.url,
+            )
+            async with httpx2.AsyncClient(base_url=proxy.url, timeout=60) as client:
+                found = await rollouts_of(client)
+        own = (tmp_path / "tap.jsonl").read_text()
+        direct = await trained(
+            python,
+            ROOT / "tests/real/train_directly.py",
+            tmp_path / "direct.log",
+            model,
+            tmp_path / "weights-direct",
+            steps,
+            first.url,
+            second.url,
+        )
+    result = {"steps": steps, "through": through, "direct": direct}
+    print(json.dumps(result))
+    if out := os.environ.get("TRAINING_RESULT"):
+        Path(out).write_text(json.dumps(result, indent=1) + "\n")
+    compared = check_tokens(found, own)
+    print(f"{len(found)} rollouts, {compared} tokens compared with vLLM's core")
+    assert compared
+    assert len(found) == 64 * steps
+    for each in found:
+        assert each["complete"]
+        for turn in each["turns"]:
+            version = each["program_id"].split("-")[1]
+            assert turn["weights_before"] == turn["weights_after"] == version, turn
+    if steps >= 30:
+        for each in (through, direct):
+            assert mean(each["rewards"][-5:]) > mean(each["rewards"][:5]) + 0.2
+
+
+async def rollouts_of(client: httpx2.AsyncClient) -> list[dict[str, Any]]:
+    """Return all ended rollouts with their turns."""
+    found: list[dict[str, Any]] = []
+    while True:
+        after = found[-1]["seq"] if found else 0
+        answer = await client.get("/rollouts", params={"view": "turns", "after": after})
+        if not (lines := answer.text.splitlines()):
+            return found
+        found += [json.loads(line) for line in lines]
+
+
+def check_tokens(found: list[dict[str, Any]], tap: str) -> int:
+    """Check that vLLM's core sampled just the tokens that are recorded of its replica; return how many."""
+    made: dict[str, list[int]] = {}
+    for line in tap.splitlines():
+        said = json.loads(line)
+        if "tokens" in said:
+            made.setdefault(said["id"], []).extend(said["tokens"])
+    compared = 0
+    for each in found:
+        for turn in each["turns"]:
+            own = (
+                [tokens for name, tokens in made.items() if f"-{turn['request_id']}-" in f"{name}-"]
+                if turn["request_id"]
+                else []
+            )
+            if own:
+                assert [output["ids"] for output in turn["outputs"]] == own, turn
+                compared += len(own[0])
+    return compared
