@@ -112,8 +112,15 @@ class SandboxEnvironment(BaseEnvironment):  # type: ignore[misc]  # the package 
         """Put into the sandbox what harbor's own environments have, at its first use."""
         if self._filling is None:
             self._filling = asyncio.create_task(self._fill_once())
-        if asyncio.current_task() is not self._filling:  # which itself runs commands
-            await asyncio.shield(self._filling)
+        filling = self._filling
+        if asyncio.current_task() is filling:  # which itself runs commands
+            return
+        try:
+            await asyncio.shield(filling)
+        except Exception:
+            if filling.done() and self._filling is filling:
+                self._filling = None  # the next command tries it again
+            raise
 
     async def _fill_once(self) -> None:
         await asyncio.to_thread(self._sandbox.wait)

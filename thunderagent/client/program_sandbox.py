@@ -147,7 +147,7 @@ class ProgramSandbox:
 
         It belongs to the sandbox's user. Raises `ClientError`, `OSError`.
         """
-        source = Path(source)
+        source = Path(source).resolve()  # of a link what it leads to
         folder, name = (target, ".") if source.is_dir() else posixpath.split(target)
         with tempfile.TemporaryFile() as file:
             with tarfile.open(fileobj=file, mode="w") as archive:
@@ -190,10 +190,12 @@ class ProgramSandbox:
                 archive.extractall(target, members=[each for each in archive if not each.isdev()], filter="data")
 
     def _is(self, flag: str, path: str) -> bool:
-        done = self.run(["test", flag, path])
-        if done.stderr:  # not by `test`, which says nothing
+        # The sandbox answers by words: what else is said is of `docker` or `kubectl`, which talks of each exit code.
+        done = self.run(["sh", "-c", f'if test {flag} "$0"; then echo yes; else echo no; fi', path])
+        said = done.stdout.strip()
+        if done.exit_code != 0 or said not in (b"yes", b"no"):
             raise ClientError(f"no command runs in the sandbox: {done.text.strip()}")
-        return done.exit_code == 0
+        return said == b"yes"
 
     def _checked(self, words: Sequence[str], what: str, *, stdin: IO[bytes] | None = None) -> bytes:
         done = self.run(words, stdin=stdin)

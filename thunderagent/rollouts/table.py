@@ -178,6 +178,8 @@ class Table:
     def take(self, entry: Entry, taken: Any, size_bytes: int) -> bool:
         """Take a turn that has ended; return whether its owner has something to do."""
         if entry.rollout.ended:  # another generation took its place
+            if not entry.taken:
+                entry.taken_prompt = b""
             return False
         is_first = not self.unsettled
         entry.taken.append(taken)
@@ -367,7 +369,9 @@ class Table:
         self.unsettled.pop(id(entry), None)
         self.taken_bytes -= entry.taken_bytes
         self.size_bytes -= entry.size_bytes
-        entry.taken, entry.taken_bytes = [], 0
+        if entry.taken:  # whoever reads it now does not get them
+            entry.rollout.complete = False
+        entry.taken, entry.taken_bytes, entry.taken_prompt = [], 0, b""
         self.dropped_count += 1
         if self._last.get(program_id) == seq:
             del self._last[program_id]

@@ -242,11 +242,11 @@ class Room:
         self._memory_bytes += _memory_bytes(sandbox)
         self._disk_bytes += _disk_bytes(sandbox)
 
-    def leaving(self, sandbox: Sandbox) -> None:
-        """Note that one of them will be gone."""
-        self._leaving_count += 1
-        self._leaving_memory_bytes += _memory_bytes(sandbox)
-        self._leaving_disk_bytes += _disk_bytes(sandbox)
+    def leaving(self, sandbox: Sandbox, sign: int = 1) -> None:
+        """Note that one of them will be gone; with the sign -1, that it stays after all."""
+        self._leaving_count += sign
+        self._leaving_memory_bytes += sign * _memory_bytes(sandbox)
+        self._leaving_disk_bytes += sign * _disk_bytes(sandbox)
 
     def holds(self, template: Template, ratio: float) -> bool:
         """Return whether one more of a template fits into that part of the caps; the first one always does."""

@@ -338,16 +338,17 @@ class SandboxTable:
             preparing_count = [each.stage for each in alive].count(Stage.PREPARING)
         if wanted and preparing_count < self.caps.hands_count:
             room = Room(self.caps, alive)
-            for sandbox in self.sandboxes.values():
-                if sandbox.stage is requested and sandbox.retry_at_s > now_s and any(map(waits, sandbox.program_ids)):
-                    room.add(sandbox)  # it keeps its place until it is tried again
+            retried = [each for each in self.sandboxes.values() if each.stage is requested and each.retry_at_s > now_s]
+            kept = [each for each in retried if any(map(waits, each.program_ids))]
             for due, sandbox in self._by_need(wanted, needed_in_s, runs):
                 if preparing_count >= self.caps.hands_count * (1.0 if due else self.caps.early_ratio):
                     break
+                is_waited_for = any(map(waits, sandbox.program_ids))
+                while kept and not is_waited_for:
+                    room.add(kept.pop())  # its place is not for those that nobody waits for
                 if not room.holds(sandbox.template, 1.0 if due else self.caps.early_ratio):
                     if not sandbox.program_ids:
                         continue  # nobody waits for it
-                    is_waited_for = any(map(waits, sandbox.program_ids))
                     giving_way = self._idle(needed_in_s, runs) if is_waited_for else self._unowned.values()
                     if not due or not self._make_room(now_s, sandbox.template, room, giving_way) or not is_waited_for:
                         break  # later ones are needed later: they do not overtake
@@ -414,6 +415,8 @@ class SandboxTable:
         given.share_key, instead.share_key = instead.share_key, given.share_key
         given.requested_s, instead.requested_s = instead.requested_s, given.requested_s
         given.awaited_since_s, instead.awaited_since_s = instead.awaited_since_s, None
+        if instead.stage is Stage.REQUESTED:  # its failures were not its new owner's
+            instead.retry_at_s, instead.why = 0.0, ""
         for each in (given, instead):
             self.sandboxes[each.sandbox_id] = each
             if each.share_key:
@@ -449,6 +452,12 @@ class SandboxTable:
                 giving_way.append(sandbox)
         if not room.will_hold(template):
             return False
+        for sandbox in reversed(giving_way[:-1]):  # who frees nothing of what is short stays
+            room.leaving(sandbox, -1)
+            if room.will_hold(template):
+                giving_way.remove(sandbox)
+            else:
+                room.leaving(sandbox)
         for sandbox in giving_way:
             instead = None
             if sandbox.program_ids:

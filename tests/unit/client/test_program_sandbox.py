@@ -39,7 +39,7 @@ while :; do
 done
 shift
 [ "$1" != -- ] || shift
-exec "$@"
+"$@" || { code=$?; case $0 in *kubectl) echo "command terminated with exit code $code" >&2 ;; esac; exit $code; }
 """
 
 
@@ -212,3 +212,17 @@ def test_what_leads_out_of_a_folder_is_not_copied(proxy: FakeProxy, calls: Path,
     with pytest.raises(tarfile.OutsideDestinationError):
         ready(proxy).copy_out(str(tmp_path), tmp_path / "out")
     assert not (tmp_path / "escaped").exists()
+
+
+def test_a_missing_file_in_a_pod_is_told_from_a_pod_without_commands(
+    proxy: FakeProxy, calls: Path, tmp_path: Path
+) -> None:
+    """`kubectl` says of each command that fails that it did."""
+    its = ready(proxy, driver="kubernetes", details={"namespace": "ours", "pod": "pod-1"})
+    with pytest.raises(FileNotFoundError):
+        its.read(str(tmp_path / "none"))
+    (tmp_path / "file").write_text("a")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    its.copy_in(tmp_path / "link", str(tmp_path / "sandbox" / "copy"))
+    its.copy_out(str(tmp_path / "sandbox" / "copy"), tmp_path / "back")
+    assert (tmp_path / "back").read_text() == "a"

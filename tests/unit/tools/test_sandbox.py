@@ -364,6 +364,30 @@ def test_the_place_of_who_waits_is_kept_for_its_next_try() -> None:
     assert prepared_ids(plan(table, 10.0, {"held": 60.0}, waiting={"runs"})) == ["s1"]
 
 
+def test_who_is_tried_again_keeps_nobody_out_who_waits() -> None:
+    """An engine may be away for hours; others' sandboxes are made by another one."""
+    table = table_with(sandbox_count=1, backoff_s=10.0)
+    table.request(0.0, PLAIN, "", "a")
+    plan(table, waiting={"a"})
+    table.failed(0.0, table.sandboxes["s1"], SandboxEngineError("away"))
+    table.request(0.0, Template(image="other"), "", "b")
+    assert prepared_ids(plan(table, 1.0, waiting={"a", "b"})) == ["s2"]
+
+
+def test_only_those_give_way_whose_room_is_needed() -> None:
+    """Others that stand unused before them in the order stay: they would be prepared anew for nothing."""
+    gigabyte = 10**9
+    table = table_with(sandbox_count=10, memory_bytes=8 * gigabyte)
+    for number in range(3):
+        ready(table, f"idle-{number}")
+    large = ready(table, "idle-large", PLAIN.model_copy(update={"memory_bytes": 8 * gigabyte}))
+    table.request(1.0, Template(image="other", memory_bytes=8 * gigabyte), "", "a")
+    needed = {f"idle-{number}": 60.0 - number for number in range(3)} | {"idle-large": 1.0}
+    assert [action.sandbox for action in plan(table, 1.0, needed, waiting={"a"}) if isinstance(action, Reclaim)] == [
+        large
+    ]
+
+
 def test_a_warm_one_goes_to_who_asked_before_it_was_there() -> None:
     """And to who asked without need for it at once: by the plan."""
     table = table_with()

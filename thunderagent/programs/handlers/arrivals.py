@@ -60,6 +60,9 @@ class Arrivals:
             any_ended = bool(self._core.families) and self._lives.parent_goes_on(event.program_id)
             any_ended |= self._turn_of_program_arrived(event, event.program_id, earlier)
         if earlier is not None and earlier.turn_id in turns:  # done late, so that its program gives nothing up before
+            if any_ended:
+                self._core.balance(Moment.PROGRAM_ENDED)
+                any_ended = False
             turn_ends.drop(earlier, "superseded")
         return Moment.PROGRAM_ENDED if any_ended else None
 

@@ -190,10 +190,10 @@ class ProgramLimiter:
         done_count = program.turn_count
         took_s = max(0.0, program.waiting_since_s - program.opened_s - program.held_s_total)
         pace_s = self._pace_s or (took_s / done_count if done_count else 0.0)
-        if done_count:
-            self._pace_s = pace_s + PACE_RATIO * (took_s / done_count - pace_s)
-        elif not pace_s or limits.turns is None:
+        if not pace_s or (not done_count and limits.turns is None):
             return (1.0 - NEW_RATIO) * deadline_s
+        if done_count and took_s:  # branches that were held at once leave none
+            self._pace_s = pace_s + PACE_RATIO * (took_s / done_count - pace_s)
         left_count = max(1, limits.turns - done_count if limits.turns is not None else done_count)
         known_count = done_count + PRIOR_TURNS
         turn_s = (took_s + PRIOR_TURNS * pace_s) / known_count

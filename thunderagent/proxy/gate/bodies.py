@@ -13,7 +13,7 @@ from multidict import CIMultiDictProxy
 from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from thunderagent.errors import BodyTimeoutError, BodyTooLargeError, ExpectationError, RequestError
-from thunderagent.faults import faults_of, fields_at, nearest_hint
+from thunderagent.faults import faults_of, fields_at
 from thunderagent.proxy.gate.held import KeptBody
 from thunderagent.proxy.reading.header_words import check_model, check_name
 
@@ -31,9 +31,6 @@ class Report(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-
-MISSPELT_RATIO: Final = 0.8
-"""How near a further key of a body must be to one of ours to be a misspelling of it."""
 
 MISSPELT_COUNT: Final = 16
 MISSPELT_CHARS: Final = 64
@@ -60,17 +57,38 @@ def _check_spelling(read: BaseModel, body: bytes) -> None:
         keys = msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys()
     except (ValueError, RecursionError):  # what is no value of JSON, such as NaN: the model accepted the others
         return
-    names = list(_keys_of(type(read)))
-    further = [key for key in keys if key not in names and len(key) <= MISSPELT_CHARS]
+    fields = list(_keys_of(type(read)))
+    known = {name for names in fields for name in names}
+    left_out = [name for names in fields if not any(name in keys for name in names) for name in names]
+    further = [key for key in keys if key not in known and len(key) <= MISSPELT_CHARS]
     for key in further[:MISSPELT_COUNT]:
-        if hint := nearest_hint(key, (name for name in names if name not in keys), least_ratio=MISSPELT_RATIO):
-            raise RequestError(f"{key}: there is no such key{hint}")
+        for name in left_out:
+            if _is_slip(key, name):
+                raise RequestError(f"{key}: there is no such key; did you mean {name}?")
 
 
-def _keys_of(model: type[BaseModel]) -> Iterator[str]:
+def _is_slip(key: str, name: str) -> bool:
+    """Return whether a key is a name with one character more, less, or other, or two swapped; no singular or plural."""
+    start = _alike_count(key, name)
+    key, name = key[start:], name[start:]
+    end = _alike_count(key[::-1], name[::-1])
+    key, name = key[: len(key) - end], name[: len(name) - end]
+    if {key, name} == {"", "s"} and not end:
+        return False
+    return max(len(key), len(name)) <= 1 or (len(key) == 2 and key == name[::-1])
+
+
+def _alike_count(one: str, other: str) -> int:
+    """Return how many characters both begin with."""
+    differs = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differs, min(len(one), len(other)))
+
+
+def _keys_of(model: type[BaseModel]) -> Iterator[list[str]]:
+    """Yield all names of each field."""
     for name, field in model.model_fields.items():
         alias = field.validation_alias
-        yield from (str(each) for each in alias.choices) if isinstance(alias, AliasChoices) else (name,)
+        yield [str(each) for each in alias.choices] if isinstance(alias, AliasChoices) else [name]
 
 
 def report_response(report: BaseModel, *, status: int = 200, without_unset: bool = False) -> web.Response:

@@ -381,8 +381,8 @@ class Capture:
             return None
         end, prompt_end = body.find(b"]", start) + 1, body.find(b"]", prompt_start) + 1
         # `find`, since `in` with bytes makes an exception on its way
-        if body.find(b'":[', prompt_end) >= 0 or body.find(b'":{', prompt_end) >= 0:
-            return None  # there may be more of what is looked for
+        if any(body.find(key, prompt_end) >= 0 for key in (_IDS_KEY, _REASON_KEY, _WEIGHTS_KEY)):
+            return None
         if body.find(_PROMPT_KEY, end, prompt_start) >= 0 or body.find(_REASON_KEY, end, prompt_start) >= 0:
             return None
         if body.find(_WEIGHTS_KEY, reason_start, start) >= 0 or body.find(_WEIGHTS_KEY, end, prompt_start) >= 0:

@@ -128,11 +128,13 @@ class Rollouts:
         works = thread_time() - self._worked_s > BUSY_RATIO * (now_s - self._looked_s)
         is_busy = works or now_s > self._look_at_s + LATE_S
         self._busy_count = self._busy_count + 1 if is_busy else 0
-        if not is_busy or self._busy_count > BUSY_LOOKS_COUNT:
-            self.settle_for(SLICE_S)
-        self._looks = bool(unsettled)
-        if unsettled:
-            self._look_again(LOOKS_S if is_busy else 2 * SLICE_S)
+        try:
+            if not is_busy or self._busy_count > BUSY_LOOKS_COUNT:
+                self.settle_for(SLICE_S)
+        finally:
+            self._looks = bool(unsettled)
+            if unsettled:
+                self._look_again(LOOKS_S if is_busy else 2 * SLICE_S)
 
     def settle_for(self, within_s: float) -> None:
         """Settle what waits longest, for so many seconds at most, and a program."""
@@ -209,7 +211,8 @@ class Rollouts:
             self._thread.submit(self._work, asyncio.get_running_loop(), parcels)
 
     def _parcel(self, entry: Entry) -> _Parcel:
-        writes = entry.rollout.ended and self._segments is not None and entry.stored is None
+        # What is not settled yet would be missing in the file: settling packs anew.
+        writes = entry.rollout.ended and self._segments is not None and entry.stored is None and not entry.taken
         return _Parcel(entry, self.table.to_pack(entry, writes=writes), list(entry.blocks), writes)
 
     def _work(self, loop: asyncio.AbstractEventLoop, parcels: list[_Parcel]) -> None:
@@ -246,7 +249,8 @@ class Rollouts:
         while self.table.unsettled:
             self.settle(next(iter(self.table.unsettled.values())))
         self._thread.shutdown(wait=True)
-        for entry in self._wanted.values():
+        wanted, self._wanted = self._wanted, {}
+        for entry in wanted.values():
             self._packed(self._parcel(entry))
         if self._segments is not None:
             self._segments.close()

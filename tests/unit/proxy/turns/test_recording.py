@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,6 +136,7 @@ def test_dropped_rollout_gives_back_what_waited() -> None:
     table.drop(entry.rollout.seq, "it was deleted")
     assert (table.taken_bytes, table.size_bytes, table.unsettled) == (0, 0, {})
     assert table.settle(entry) == []
+    assert entry.rollout.mask_sample, "who reads it just then gets no turn"
 
 
 def test_turn_that_cannot_be_settled_loses_no_other() -> None:
@@ -192,3 +194,28 @@ async def test_what_waits_is_bounded_and_settled_when_there_is_time(monkeypatch:
     assert found is not None
     assert found.rollout.turns_count == 1
     recorded.close()
+
+
+async def test_no_file_lacks_the_turns_that_wait(tmp_path: Path) -> None:
+    """A rollout whose packing was asked for before its last turn came is written once that is settled."""
+    settings = RolloutSettings(
+        logprobs=True, folder=tmp_path / "rollouts", memory_bytes=2**20, disk_bytes=2**20, keep_s=100, turns_count=1000
+    )
+    recorded = Rollouts(settings, Nobody())
+    entry = begun(recorded.table)
+    recorded.table.take(entry, taken(entry, [1, 2], [5]), 100)
+    recorded.settle(entry)
+    recorded._works = True  # the thread has something else to do
+    recorded._pack(entry)
+    entry = begun(recorded.table)
+    recorded.table.take(entry, taken(entry, [1, 2, 5, 3], [6]), 100)
+    recorded.table.ended("a", 1, "success", 5.0)
+    recorded._was_done([])
+    await asyncio.wrap_future(recorded._thread.submit(int))  # it has done what it got
+    await asyncio.sleep(0)
+    recorded.close()
+    again = Rollouts(settings, Nobody())
+    found = again.table.find("a")
+    assert found is not None
+    assert [each.link for each in await again.turns(found)] == ["root", "extends"]
+    again.close()
