@@ -30,6 +30,7 @@ from thunderagent.errors import (
 )
 from thunderagent.tools.base import PROGRAM_LABEL, Change, Order, Owner, Place
 from thunderagent.tools.kubernetes import KubernetesDriver
+from thunderagent.tools.kubernetes.claims import CLAIMS
 from thunderagent.tools.kubernetes.prepare import Errand, Stage
 from thunderagent.tools.kubernetes.watch import Following
 from thunderagent.tools.template import Template
@@ -37,7 +38,12 @@ from thunderagent.tools.template import Template
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-RIGHTS = rights_of(Path(__file__).parents[2] / "deploy/kubernetes/sandboxes-rbac.yaml")
+RIGHTS = frozenset(
+    right
+    for right in rights_of(Path(__file__).parents[2] / "deploy/kubernetes/sandboxes-rbac.yaml")
+    if right[1] != CLAIMS.plural
+)
+"""Those of the driver `kubernetes`; test_claims.py has the others."""
 OWNER = Owner("proxy at example.org/east", "run-1")
 KINDS = pytest.mark.parametrize("kind", ["job", "pod"])
 PATIENCE_S = 3.0

@@ -252,7 +252,7 @@ def test_an_option_that_is_true_or_false_may_stand_alone(argv: list[str], said: 
         (["serve", "--provision", "nonsense"], "invalid choice: 'nonsense' (choose from 'command', 'docker', 'kub"),
         (
             ["serve", "--priority", "thunderagent.programs.policies.baselines.cap:Cap"],
-            "Cap cannot be the priority: it has no engine_pri",
+            "Cap cannot be the priority: its class is no subclass of EnginePriority",
         ),
         (["serve", "--config", "no/such/file.toml"], "there is no configuration file no/such/file.toml"),
         (["serve", "--event-log", "no/such/folder/log"], "cannot write the event log no/such/folder/log"),

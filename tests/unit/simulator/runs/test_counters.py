@@ -73,10 +73,6 @@ def test_a_slow_engine_and_a_fast_one_lose_nothing(speed_ratio: float, tells_cac
     assert turns_per_min >= 0.98 * run("thunderagent", **scenario)[0]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="without the usage of turns the price stays wide while an engine is overloaded: nothing is held for minutes",
-)
 def test_where_the_capacity_is_told_twice_as_large_counters_show_it() -> None:
     """It beats a policy that believes the capacity, and reaches five sixths of the result with the right capacity."""
     turns_per_min, ratios = run("breakeven", told_capacity_ratio=2.0)
