@@ -340,6 +340,7 @@ async def test_who_was_let_in_gets_the_unused_sandbox_of_who_was_not(
         await rollout.gone()
 
 
+@pytest.mark.nightly  # whether programs are paused, and woken ahead, depends on the machine's pace
 async def test_sandboxes_stand_still_while_their_programs_wait_and_wake_ahead(
     engine: DockerEngine, tmp_path: Path
 ) -> None:
