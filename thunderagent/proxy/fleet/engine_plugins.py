@@ -227,8 +227,9 @@ class EnginePlugins:
         if type(event) is ProgramHinted and not event.branch_id:
             hold_s = hold_s_of(TurnHint(event.next_turn_in_s, event.confidence_ratio, event.keep), None)
             if hold_s:
-                for replica_id in self._replicas_of(event.program_id):
-                    self._say(replica_id, ("hold", event.program_id, hold_s))
+                program_id = str(event.program_id)
+                for replica_id in self._replicas_of(program_id):
+                    self._say(replica_id, ("hold", program_id, hold_s))
 
     def _say(self, replica_id: str, op: Op) -> None:
         engine = self._by_replica.get(replica_id)

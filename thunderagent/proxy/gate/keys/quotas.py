@@ -175,7 +175,7 @@ class Quotas:
                 turn.is_unverified = True
         elif isinstance(event, TurnProgressed):
             if (turn := self._turns.get(event.turn_id)) is not None:
-                turn.output_tokens = max(turn.output_tokens, event.output_tokens)
+                turn.output_tokens = max(turn.output_tokens, int(event.output_tokens or 0))
         elif isinstance(event, TurnEnd):
             turn = self._turns.pop(event.turn_id, None)
             if turn is not None:
