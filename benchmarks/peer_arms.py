@@ -98,7 +98,7 @@ async def engines(setup: Setup, **settings: Any) -> AsyncIterator[list[str]]:
         yield [config.url for config in configs]
 
 
-def _plugin() -> dict[str, Any]:
+def plugin_settings() -> dict[str, Any]:
     """Return the settings of an engine that has our scheduler for vLLM, from this checkout."""
     names = (
         ("--scheduler-cls", "thunderagent_vllm.scheduler.Scheduler"),
@@ -140,7 +140,7 @@ class PluginArm(Arm):
     @contextlib.asynccontextmanager
     async def open(self, setup: Setup) -> AsyncIterator[Target]:
         """Run engines with it."""
-        async with engines(setup, **_plugin()) as urls:
+        async with engines(setup, **plugin_settings()) as urls:
             yield Target(",".join(urls), "X-Session-ID")
 
 
@@ -270,7 +270,7 @@ class OurArm(Arm):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._policy, _, added = name.partition("+")
-        self._in_engine = _plugin() if added == PLUGIN else {}
+        self._in_engine = plugin_settings() if added == PLUGIN else {}
         self.kinds = frozenset({"vllm"} if self._in_engine else {"mocker", "vllm", "embedded"})
 
     def version(self) -> str:

@@ -11,19 +11,19 @@ import json
 import os
 import re
 import tarfile
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from aiohttp import web
 
 from benchmarks.environments import ensure_environment
 from tests.loopback import on_loopback
-from tests.real.docker_engine import busybox_root
+from tests.real.docker_engine import DockerEngine, DockerEngineError, busybox_root, ensure_docker
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "mini_swe_agent.py"
 MODEL_NAME = "scripted"
@@ -62,6 +62,19 @@ def agent_environment(docker_url: str, folder: Path) -> dict[str, str]:
         "MSWEA_SILENT_STARTUP": "1",
         "NO_PROXY": "127.0.0.1",
     }
+
+
+@contextmanager
+def engine_with_bash(image: str, require_real: Callable[[str], NoReturn]) -> Iterator[DockerEngine]:
+    """Run a Docker engine that has an image of this name, with a shell by the name of bash."""
+    try:
+        ensure_docker()
+        with DockerEngine() as engine:
+            with closing(engine.client()) as client:
+                client.import_image_from_data(root_with_bash(), repository=image)
+            yield engine
+    except DockerEngineError as error:
+        require_real(f"no Docker: {error}")
 
 
 def root_with_bash() -> bytes:

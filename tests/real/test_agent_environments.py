@@ -21,8 +21,7 @@ import httpx2
 import pytest
 
 from benchmarks.environments import RealEngineError, ensure_environment
-from tests.real.docker_engine import DockerEngine, DockerEngineError, ensure_docker
-from tests.real.mini_swe_agent import SUBMIT, ScriptedReplica, root_with_bash
+from tests.real.mini_swe_agent import SUBMIT, ScriptedReplica, engine_with_bash
 from tests.real.support import until
 
 if TYPE_CHECKING:
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
     from benchmarks.processes import Server
+    from tests.real.docker_engine import DockerEngine
 
     RunProxy = Callable[..., AbstractAsyncContextManager[Server]]
 
@@ -135,14 +135,8 @@ def _newer_python() -> str | None:
 @pytest.fixture(scope="module")
 def docker_engine(require_real: Callable[[str], NoReturn]) -> Iterator[DockerEngine]:
     """Run a Docker engine with an image that has a shell by the name of bash."""
-    try:
-        ensure_docker()
-        with DockerEngine() as engine:
-            with contextlib.closing(engine.client()) as client:
-                client.import_image_from_data(root_with_bash(), repository=IMAGE)
-            yield engine
-    except DockerEngineError as error:
-        require_real(f"no Docker: {error}")
+    with engine_with_bash(IMAGE, require_real) as engine:
+        yield engine
 
 
 def mounts(*further: str) -> str:

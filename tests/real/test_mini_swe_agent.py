@@ -16,15 +16,14 @@ import httpx2
 import pytest
 
 from benchmarks.environments import RealEngineError
-from tests.real.docker_engine import DockerEngine, DockerEngineError, ensure_docker
 from tests.real.mini_swe_agent import (
     EXAMPLE,
     MODEL_NAME,
     SUBMIT,
     ScriptedReplica,
     agent_environment,
+    engine_with_bash,
     ensure_mini_swe_agent,
-    root_with_bash,
 )
 from tests.real.support import metrics, until
 
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
     from benchmarks.processes import Server
+    from tests.real.docker_engine import DockerEngine
 
     RunExample = Callable[[Server, str], AbstractAsyncContextManager[Process]]
 
@@ -60,14 +60,8 @@ def python(require_real: Callable[[str], NoReturn], pytestconfig: pytest.Config)
 @pytest.fixture(scope="module")
 def engine(require_real: Callable[[str], NoReturn]) -> Iterator[DockerEngine]:
     """Run a Docker engine with an image that has mini-swe-agent's requirements."""
-    try:
-        ensure_docker()
-        with DockerEngine() as engine:
-            with contextlib.closing(engine.client()) as client:
-                client.import_image_from_data(root_with_bash(), repository=IMAGE)
-            yield engine
-    except DockerEngineError as error:
-        require_real(f"no Docker: {error}")
+    with engine_with_bash(IMAGE, require_real) as engine:
+        yield engine
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 
 from benchmarks.engine_kinds import KINDS
+from benchmarks.peer_arms import plugin_settings
 from benchmarks.real_engine import RealEngine, RealEngineConfig, ensure_model
 from tests.loopback import free_ports
 from tests.real.conftest import HIDDEN_SIZE, LAYERS, MAX_MODEL_LEN
@@ -90,11 +91,7 @@ async def engine(vllm: None) -> AsyncIterator[RealEngine]:
         max_model_len=MAX_MODEL_LEN,
         port=port,
         core=None,
-        extra_args=(
-            *("--scheduler-cls", "thunderagent_vllm.scheduler.Scheduler"),
-            *("--middleware", "thunderagent_vllm.route.Route"),
-        ),
-        extra_variables=(("PYTHONPATH", str(PACKAGE)),),
+        **plugin_settings(),
     )
     async with RealEngine(config) as running:
         yield running

@@ -349,9 +349,11 @@ class SandboxTable:
                 if not room.holds(sandbox.template, 1.0 if due else self.caps.early_ratio):
                     if not sandbox.program_ids:
                         continue  # nobody waits for it
-                    giving_way = self._idle(needed_in_s, runs) if is_waited_for else self._unowned.values()
-                    if not due or not self._make_room(now_s, sandbox.template, room, giving_way) or not is_waited_for:
+                    if not due:
                         break  # later ones are needed later: they do not overtake
+                    giving_way = self._idle(needed_in_s, runs) if is_waited_for else self._unowned.values()
+                    if not self._make_room(now_s, sandbox.template, room, giving_way) or not is_waited_for:
+                        break
                     room.add(sandbox)  # it is kept for it
                     continue
                 room.add(sandbox)

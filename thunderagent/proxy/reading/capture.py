@@ -381,7 +381,9 @@ class Capture:
             return None
         end, prompt_end = body.find(b"]", start) + 1, body.find(b"]", prompt_start) + 1
         # `find`, since `in` with bytes makes an exception on its way
-        if any(body.find(key, prompt_end) >= 0 for key in (_IDS_KEY, _REASON_KEY, _WEIGHTS_KEY)):
+        if body.find(_IDS_KEY, prompt_end) >= 0 or body.find(_REASON_KEY, prompt_end) >= 0:
+            return None
+        if body.find(_WEIGHTS_KEY, prompt_end) >= 0:
             return None
         if body.find(_PROMPT_KEY, end, prompt_start) >= 0 or body.find(_REASON_KEY, end, prompt_start) >= 0:
             return None
