@@ -136,6 +136,7 @@ def _agent(config: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Run the plan."""
     plan = json.load(sys.stdin)
+    answers, sys.stdout = sys.stdout, sys.stderr  # what the agents print is no answer of ours
     started_s, printing = time.monotonic(), threading.Lock()
     hands, places = threading.Semaphore(plan["at_once"]), threading.Semaphore(plan["sandboxes_count"])
 
@@ -146,7 +147,7 @@ def main() -> None:
             except Exception as error:
                 said = {"number": number, "error": repr(error)}
         with printing:
-            print(json.dumps(said), flush=True)
+            print(json.dumps(said), file=answers, flush=True)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(plan["agents_count"])]
     for thread in threads:
