@@ -23,7 +23,7 @@ from tests.property.test_scheduler_machine import POLICY_SETTINGS
 from tests.replay.histories import LEARNED_LIMITS, SETTINGS, History
 from tests.unit.test_where_to_add import PACKAGE, core_at, run_there
 from thunderagent.programs.invariants import check_sums
-from thunderagent.programs.model.events import ProgramHinted
+from thunderagent.programs.messages import ProgramHinted
 from thunderagent.programs.policy import Policy
 from thunderagent.programs.scheduler import Scheduler
 
@@ -139,7 +139,7 @@ def test_no_callback_sees_a_sum_that_is_half_booked() -> None:
     [
         pytest.param(
             "thunderagent",
-            "book/book.py",
+            "state/book.py",
             "        to.enter(program, now_s)\n",
             "        program.place = to\n",
             "programs miscounted",
@@ -147,7 +147,7 @@ def test_no_callback_sees_a_sum_that_is_half_booked() -> None:
         ),
         pytest.param(
             "thunderagent",
-            "book/book.py",
+            "state/book.py",
             "        self.active_count -= len(gone)\n",
             "        self.queue.resting.enter_all(resting, now_s)\n",
             "active programs miscounted",

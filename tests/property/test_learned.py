@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from tests.builders import ended, grew, kept, prefilled
 from thunderagent.programs.learned.knowledge import Knowledge
-from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.records.learned import LearnedRecord
-from thunderagent.programs.model.turn import Turn
+from thunderagent.programs.messages import LearnedRecord
 from thunderagent.programs.policy import ClaimRules
+from thunderagent.programs.state.program import Program, Turn
 from thunderagent.runtime.learned_state import PoolRecord, decode_state, encode_state
 
 

@@ -36,18 +36,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from math import inf
-from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, Protocol, TypeVar
+from typing import ClassVar, Final, NamedTuple, Protocol, TypeVar
 
-from thunderagent.programs.model.advice.routes import RouteView
-from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.fleet_events import SandboxSums
-from thunderagent.programs.model.ranked_set import Rank
-from thunderagent.programs.model.records.learned import LengthsRecord
-from thunderagent.programs.model.records.signals import Signal
-
-if TYPE_CHECKING:
-    from thunderagent.programs.model.advice.verdicts import Level
-    from thunderagent.programs.model.places import Phase, Status
+from thunderagent.programs.messages import LengthsRecord, Reason, SandboxSums, Signal
+from thunderagent.programs.state.program import Level, Phase, RouteView, Status
+from thunderagent.programs.state.ranked_set import Rank
 
 SomeReplica = TypeVar("SomeReplica", bound="ReplicaView")
 

@@ -16,7 +16,7 @@ Each event does three things, in this order:
 3. The rules *settle* what applies under every policy (`rules/`): turns whose clients would give up are let in, and
    turns of programs whose parents wait for them; what tenants had is counted.
 
-A program's state is its place (`model/places.py`). Only `Book.move` changes it, and only `Book.resize` changes its
+A program's state is its place (`state/program.py`). Only `Book.move` changes it, and only `Book.resize` changes its
 size. Sums, orders, story and decisions are updated there, so a policy never sees a claim that is in no sum, or in two.
 The verbs are in `transitions.py`; signals tell a policy what it wants to hear (`Stream`).
 """
@@ -27,28 +27,22 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
-from thunderagent.programs.book.book import Book
-from thunderagent.programs.book.paused_queue import PausedQueue
-from thunderagent.programs.book.replica import Replica
-from thunderagent.programs.handlers.adoption import Adoption
-from thunderagent.programs.handlers.anonymous import Anonymous
-from thunderagent.programs.handlers.arrivals import Arrivals
 from thunderagent.programs.handlers.fleet import Fleet
-from thunderagent.programs.handlers.lives import Lives
 from thunderagent.programs.handlers.operator import Operator
-from thunderagent.programs.handlers.turns import Turns
+from thunderagent.programs.handlers.programs import Adoption, Lives
+from thunderagent.programs.handlers.turns import Anonymous, Arrivals, Turns
 from thunderagent.programs.learned.knowledge import LEAST_IDLE_LIMIT_S, Knowledge
-from thunderagent.programs.model.decisions import Decision
-from thunderagent.programs.model.events import Event, Tick, TurnDue
-from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.records.learned import LearnedRecord
-from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.messages import Decision, Event, LearnedRecord, SchedulerSettings, Tick, TurnDue
 from thunderagent.programs.policy import Moment, Policy
+from thunderagent.programs.rules import Rule
 from thunderagent.programs.rules.families import Families
 from thunderagent.programs.rules.limits import Limits
 from thunderagent.programs.rules.patience import Deadlines
 from thunderagent.programs.rules.tenants import Tenants
-from thunderagent.programs.rules.verbs import Rule
+from thunderagent.programs.state.book import Book
+from thunderagent.programs.state.paused_queue import PausedQueue
+from thunderagent.programs.state.program import Program
+from thunderagent.programs.state.replica import Replica
 from thunderagent.programs.transitions import Core, GlobalPolicies, Operations, Placing, SchedulerView, Stream
 
 OVERCOMMITTED_RATIO: Final = 1.1

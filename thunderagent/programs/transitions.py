@@ -55,28 +55,31 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf, isfinite
 from typing import Final
 
-from thunderagent.programs.book.book import Book
-from thunderagent.programs.book.replica import Replica
 from thunderagent.programs.learned.knowledge import Knowledge
 from thunderagent.programs.learned.trust import RIGHT
-from thunderagent.programs.model.advice.hints import DROP, OFFLOAD, RETAIN, Hint
-from thunderagent.programs.model.advice.routes import RouteView, Scope, Targets
-from thunderagent.programs.model.decisions import EndReplica, Grant, Provision, Reason, Reject, SetPriority
-from thunderagent.programs.model.events import ProgramHinted
-from thunderagent.programs.model.fleet_events import SandboxSums
-from thunderagent.programs.model.places import LEAVING, REASONING, Kind, Phase, Place
-from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.records.signals import (
+from thunderagent.programs.messages import (
+    DROP,
+    OFFLOAD,
+    RETAIN,
+    EndReplica,
     GpuEnd,
     GpuFirstToken,
     GpuSubmit,
+    Grant,
     ProgramEnd,
+    ProgramHinted,
+    Provision,
+    Reason,
+    Reject,
+    SandboxSums,
+    Scope,
+    SetPriority,
     Signal,
+    Targets,
     ToolEnd,
     ToolNum,
     ToolStart,
 )
-from thunderagent.programs.model.turn import MAIN_BRANCH, Branch, Turn
 from thunderagent.programs.policy import (
     Admission,
     EnginePriority,
@@ -95,6 +98,21 @@ from thunderagent.programs.rules.limits import Limits
 from thunderagent.programs.rules.patience import Deadlines
 from thunderagent.programs.rules.program_limits import ProgramLimiter
 from thunderagent.programs.rules.routes import Routing, serving
+from thunderagent.programs.state.book import Book
+from thunderagent.programs.state.program import (
+    LEAVING,
+    MAIN_BRANCH,
+    REASONING,
+    Branch,
+    Hint,
+    Kind,
+    Phase,
+    Place,
+    Program,
+    RouteView,
+    Turn,
+)
+from thunderagent.programs.state.replica import Replica, ReplicaPlace, replica_of
 
 
 class Core:
@@ -291,7 +309,7 @@ class Core:
             book.rank_anew(program)
             program.note(book.now_s, "mark", reason, program.replica_id)
             return
-        book.move(program, program.place.replica.leaving, reason)
+        book.move(program, replica_of(program).leaving, reason)
         for turn in program.held.values():  # until grants go on there
             self.deadlines.add(turn)
 
@@ -300,7 +318,7 @@ class Core:
 
         Turns that were held because it was to leave are then granted.
         """
-        book, replica = self.book, program.place.replica
+        book, replica = self.book, replica_of(program)
         if cause is not None:
             del program.leaves_for[cause]
         else:
@@ -391,7 +409,7 @@ class Core:
     def end(self, program: Program, reason: Reason) -> None:
         """End a program: reject its held turns, and let those in flight finish as turns without a program."""
         book, place = self.book, program.place
-        replica = place.replica if place.active else None
+        replica = place.replica if isinstance(place, ReplicaPlace) else None
         if self.stream.flows:
             for turn in program.in_flight.values():
                 self.stream.lost(turn)
@@ -929,7 +947,7 @@ class Hints:
     def _has_room(self, program: Program) -> bool:
         """Return whether the limit for hints has room for this claim, where it is."""
         place = program.place
-        if not place.active or place.kind is Kind.LEAVING:
+        if not isinstance(place, ReplicaPlace) or place.kind is Kind.LEAVING:
             return False
         replica = place.replica
         others_tokens = replica.acting.hint_tokens - (program.claim_tokens if program.hint_keeps else 0)
@@ -1044,7 +1062,7 @@ class TurnEnds:
             if not program.held and program.look_again_s < inf:
                 self._core.program_limits.forget(program)
         elif program.in_flight.pop(turn.turn_id, None) is not None:
-            book, replica = self._core.book, program.place.replica
+            book, replica = self._core.book, replica_of(program)
             book.changes(replica).turn_count -= 1
             if not program.in_flight:
                 left_tokens = book.prefixes.own_tokens(program, program.context_tokens, replica.replica_id)
@@ -1059,7 +1077,7 @@ class TurnEnds:
     def leave_prefixes(self, program: Program, forgotten: list[Branch]) -> None:
         """Remove a program's former branches from what others share there."""
         if program.place.active:
-            account = self._core.book.changes(program.place.replica)
+            account = self._core.book.changes(replica_of(program))
             self._core.book.prefixes.leave(program, account, forgotten)
 
     def _forget_prefix(self, program: Program, dropped: Turn) -> None:
@@ -1081,7 +1099,7 @@ class TurnEnds:
             self._turns_ended(program, tool_begins=tool_begins)
         else:
             if place.kind is Kind.STALLED and not program.held:
-                book.move(program, place.replica.working)
+                book.move(program, replica_of(program).working)
             book.resize(program)
         if not program.place.active:
             program.place.rank(program)
@@ -1104,7 +1122,7 @@ class TurnEnds:
             program.hold_until_s, program.hint_keeps = self._core.hints.hold_until_s(
                 program, hint, program.hold_until_s
             )
-        if place.active and place.kind is not LEAVING:
+        if isinstance(place, ReplicaPlace) and place.kind is not LEAVING:
             book.move(program, place.replica.acting, resized=True)
             self._core.limits.watch(program)
             return
@@ -1270,7 +1288,7 @@ class Operations:
 
 
 class SchedulerView:
-    """The policy's window on the scheduler: see `model.view.View`, whose members these are."""
+    """The policy's window on the scheduler: see `policy.View`, whose members these are."""
 
     __slots__ = ("_book", "_core", "_operations", "_provisions_replicas", "previous_tick_s")
     _core: Core

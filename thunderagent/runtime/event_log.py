@@ -21,10 +21,16 @@ from msgspec import structs
 from thunderagent.errors import EventLogError
 from thunderagent.policy_loader import load_policy, parse_setting
 from thunderagent.programs.learned.goodput import Goodput
-from thunderagent.programs.messages import Media, PrefixCut, ProgramLimits, TurnAsk, TurnEnd
-from thunderagent.programs.model.decisions import Decision
-from thunderagent.programs.model.events import Event
-from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.messages import (
+    Decision,
+    Event,
+    Media,
+    PrefixCut,
+    ProgramLimits,
+    SchedulerSettings,
+    TurnAsk,
+    TurnEnd,
+)
 from thunderagent.programs.pools import Handled, share
 from thunderagent.programs.scheduler import Scheduler
 

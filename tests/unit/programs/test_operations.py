@@ -11,26 +11,27 @@ import pytest
 from tests.builders import Driver, of_kind, restored_on
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.learned.capacity import BLOCK_TOKENS
-from thunderagent.programs.messages import TurnAsk
-from thunderagent.programs.model.advice.routes import Route, Scope
-from thunderagent.programs.model.decisions import (
+from thunderagent.programs.messages import (
     EndReplica,
     Grant,
     Mark,
     Pause,
     Provision,
+    ProvisionAsked,
     Reason,
     Reject,
+    ReplicaKilled,
     Restore,
+    Scope,
     SetPriority,
     SetRoute,
+    TurnAsk,
     Unmark,
 )
-from thunderagent.programs.model.fleet_events import ProvisionAsked, ReplicaKilled
-from thunderagent.programs.model.program import Program
 from thunderagent.programs.policies.composed import Composed, ControlChain
 from thunderagent.programs.policy import GlobalPolicy, Moment, View
 from thunderagent.programs.rules.routes import Routes
+from thunderagent.programs.state.program import Program, Route
 from thunderagent.programs.transitions import NEWLY_WAITING_COUNT, PRIORITY_STEP, engine_priority
 
 

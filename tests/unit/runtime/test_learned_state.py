@@ -17,8 +17,7 @@ from tests.builders import Driver, grew, known_price
 from thunderagent.errors import ConfigurationError, StateError
 from thunderagent.leases import TurnAsk
 from thunderagent.programs.learned.knowledge import Knowledge
-from thunderagent.programs.learned.media_sizes import CLASSES_COUNT
-from thunderagent.programs.learned.roles import MAX_ROLES_COUNT
+from thunderagent.programs.learned.sizes import CLASSES_COUNT, MAX_ROLES_COUNT
 from thunderagent.programs.learned.trust import MAX_TENANTS_COUNT
 from thunderagent.programs.policies.baselines.passthrough import Passthrough
 from thunderagent.programs.policies.breakeven import BreakEven

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from thunderagent.programs.book.replica import Replica
-from thunderagent.programs.handlers.anonymous import Anonymous
-from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.fleet_events import (
+from thunderagent.programs.handlers.turns import Anonymous
+from thunderagent.programs.messages import (
     BACKPRESSURE,
     EncodesPolled,
     GrantsContinued,
@@ -16,6 +14,7 @@ from thunderagent.programs.model.fleet_events import (
     KnowledgeLoaded,
     ModelAsked,
     ModelServed,
+    Reason,
     ReplicaDown,
     ReplicaDraining,
     ReplicaFlushed,
@@ -29,10 +28,11 @@ from thunderagent.programs.model.fleet_events import (
     TurnLimited,
     WorkPolled,
 )
-from thunderagent.programs.model.places import Kind
-from thunderagent.programs.model.verdict import KEEPING_USED_RATIO, STATES, Keeping, ReplicaState
 from thunderagent.programs.policy import Moment
 from thunderagent.programs.rules.tenants import Tenants
+from thunderagent.programs.state.health import KEEPING_USED_RATIO, STATES, Keeping, ReplicaState
+from thunderagent.programs.state.program import Kind
+from thunderagent.programs.state.replica import Replica
 from thunderagent.programs.transitions import Core
 
 PROMPT_S: Final = 0.25

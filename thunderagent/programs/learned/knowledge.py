@@ -8,34 +8,25 @@ from typing import Final
 
 from thunderagent.programs.learned.capacity import CapacityCorrection
 from thunderagent.programs.learned.goodput import Goodput
-from thunderagent.programs.learned.growth import Growth, Residences
 from thunderagent.programs.learned.histogram import check_range
-from thunderagent.programs.learned.holding import (
-    NOTHING_HELD,
-    REFRESH_S,
-    EngineCosts,
-    HoldingPlan,
-    TurnMeans,
-    plan_holding,
-)
-from thunderagent.programs.learned.media_sizes import MediaSizes
+from thunderagent.programs.learned.holding import NOTHING_HELD, REFRESH_S, EngineCosts, HoldingPlan, plan_holding
 from thunderagent.programs.learned.price import Prices, SeenTurn
-from thunderagent.programs.learned.restore_pace import RestorePace
-from thunderagent.programs.learned.roles import RoleOutputs
+from thunderagent.programs.learned.sizes import Growth, MediaSizes, RoleOutputs, TurnMeans
 from thunderagent.programs.learned.tier_price import TierPrices
 from thunderagent.programs.learned.tool_times import ToolTimes
 from thunderagent.programs.learned.trust import HintRecord, JudgeRecord
-from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.records.learned import CapacityRecord, LearnedRecord, PriceRecord
-from thunderagent.programs.model.turn import (
+from thunderagent.programs.learned.waiting import Residences, RestorePace
+from thunderagent.programs.messages import CapacityRecord, LearnedRecord, PriceRecord
+from thunderagent.programs.policy import ClaimRules
+from thunderagent.programs.state.program import (
     LEAST_TOKENS_PER_BYTE_RATIO,
     MOST_TOKENS_PER_BYTE_RATIO,
     Branch,
+    Program,
     Turn,
     TurnEnded,
     usual_ratio,
 )
-from thunderagent.programs.policy import ClaimRules
 
 FIRST_TOKENS_PER_BYTE_RATIO: Final = 0.25
 """English text in a common tokenizer: four bytes a token. Used until the first usage report."""

@@ -29,7 +29,7 @@ from typing import Final
 
 from thunderagent.programs.learned.histogram import check_counts, check_range, geometric_edges
 from thunderagent.programs.learned.holding import Returns
-from thunderagent.programs.model.records.learned import ToolRecord
+from thunderagent.programs.messages import ToolRecord
 
 EDGES_S: Final = geometric_edges(0.05, 2**0.5, 34)
 """Ends of the intervals: 50 ms to 77 min."""

@@ -49,7 +49,6 @@ from math import inf
 from typing import Any, ClassVar
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.model.ranked_set import Rank
 from thunderagent.programs.policies.letting_in import LettingIn
 from thunderagent.programs.policies.parts.least_area import LeastArea
 from thunderagent.programs.policies.setting_checks import check_not_negative
@@ -64,6 +63,7 @@ from thunderagent.programs.policy import (
     ReplicaView,
     View,
 )
+from thunderagent.programs.state.ranked_set import Rank
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ A policy (`policy.py`) says who may hold memory where. Parts can answer some of 
   vLLM. If an engine has the other polarity its backend converts.
 
 A part has a `name`, is created with its settings, and may keep state of its own, which belongs to one scheduler: the
-same events always send it the same signals. It receives signals (`signals.py`) by `observe`, where it only takes notes:
+same events always send it the same signals (`messages.py`). It receives them by `observe`, where it only takes notes:
 proposals belong in `next` and `balance`. Ranks must not change while a program stays in its phase; a part that must
 change one calls `view.rank_anew` from there.
 
@@ -28,7 +28,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from thunderagent.programs.model.ranked_set import Rank
 from thunderagent.programs.policy import (
     Admission,
     ClaimRules,
@@ -44,6 +43,7 @@ from thunderagent.programs.policy import (
     Victims,
     View,
 )
+from thunderagent.programs.state.ranked_set import Rank
 
 
 class ControlChain(GlobalPolicy):

@@ -6,19 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.places import Status
+from thunderagent.programs.messages import Reason
 from thunderagent.programs.policies.foresight import foreseen_tokens, is_short
 from thunderagent.programs.policies.helpers import largest_capacity_tokens, times
 from thunderagent.programs.policy import Moment, Placement, least_loaded
-
-if TYPE_CHECKING:  # the view by its one class: compiled code then looks no name up, and boxes no number
-    from thunderagent.programs.book.accounts import Account
-    from thunderagent.programs.book.replica import Replica
-    from thunderagent.programs.model.program import Program
-    from thunderagent.programs.transitions import SchedulerView
+from thunderagent.programs.state.accounts import Account
+from thunderagent.programs.state.program import Program, Status
+from thunderagent.programs.state.replica import Replica
+from thunderagent.programs.transitions import SchedulerView
 
 Found = tuple["Replica | None", Reason]
 """Where a program could be active, or None, and why."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from math import inf
 
-from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.program import Program
-from thunderagent.programs.rules.verbs import Verbs
+from thunderagent.programs.messages import Reason
+from thunderagent.programs.rules import Verbs
+from thunderagent.programs.state.program import Program
 
 Family = tuple[str, str]
 """A tenant, and the id of the parent: naming another tenant's program makes no child of it."""

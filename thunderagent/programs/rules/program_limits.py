@@ -32,11 +32,10 @@ from collections.abc import Callable
 from math import inf, sqrt
 from typing import Final
 
-from thunderagent.programs.messages import ProgramLimits
-from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.ranked_set import RankedSet
-from thunderagent.programs.rules.verbs import Verbs
+from thunderagent.programs.messages import ProgramLimits, Reason
+from thunderagent.programs.rules import Verbs
+from thunderagent.programs.state.program import Program
+from thunderagent.programs.state.ranked_set import RankedSet
 
 MARGIN_SIGMAS: Final = 2.5
 """How many deviations longer than expected the turns that are left may take: they also wait again."""

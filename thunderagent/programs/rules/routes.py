@@ -18,12 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from thunderagent.programs.book.book import Book
-from thunderagent.programs.book.replica import Replica
-from thunderagent.programs.model.advice.routes import Route, RouteView, Scope, Targets, is_for
-from thunderagent.programs.model.decisions import Reason, SetRoute
-from thunderagent.programs.model.program import Program
-from thunderagent.programs.rules.verbs import Verbs
+from thunderagent.programs.messages import Reason, Scope, SetRoute, Targets
+from thunderagent.programs.rules import Verbs
+from thunderagent.programs.state.book import Book
+from thunderagent.programs.state.program import Program, Route, RouteView, is_for
+from thunderagent.programs.state.replica import Replica
 
 
 class Routes:

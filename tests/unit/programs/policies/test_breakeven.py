@@ -10,8 +10,7 @@ from tests.builders import Driver, grew, of_kind, restored_on
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.learned.holding import HoldingPlan
 from thunderagent.programs.learned.price import FIRST_TOKEN_S
-from thunderagent.programs.model.decisions import Grant, Hold, Mark, Pause, Reason, Restore, Unmark
-from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.messages import Grant, Hold, Mark, Pause, Reason, Restore, SchedulerSettings, Unmark
 from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.policies.composed import Composed
 from thunderagent.programs.policies.letting_in import LONGEST_HOLD_S

@@ -9,8 +9,7 @@ import pytest
 from thunderagent.backends import backend_of
 from thunderagent.backends.base import ReplicaReading
 from thunderagent.backends.poller import ReplicaEndpoint
-from thunderagent.programs.model.events import Event
-from thunderagent.programs.model.fleet_events import EncodesPolled, ReplicaDown, ReplicaPolled, ReplicaUp, TierPolled
+from thunderagent.programs.messages import EncodesPolled, Event, ReplicaDown, ReplicaPolled, ReplicaUp, TierPolled
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.fleet.client import ClientSettings, ReplicaClient

@@ -7,17 +7,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from heapq import heapify, heappop, heappush
 from math import fsum, inf
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from thunderagent.programs.model.places import Phase, Status
-from thunderagent.programs.model.records.learned import LengthsRecord
-from thunderagent.programs.model.records.signals import GpuEnd, GpuSubmit, ProgramEnd
+from thunderagent.programs.messages import GpuEnd, GpuSubmit, LengthsRecord, ProgramEnd, Signal
 from thunderagent.programs.policies.helpers import times
-
-if TYPE_CHECKING:  # the view by its one class: see `letting_in.py`
-    from thunderagent.programs.model.program import Program
-    from thunderagent.programs.model.records.signals import Signal
-    from thunderagent.programs.transitions import SchedulerView
+from thunderagent.programs.state.program import Phase, Program, Status
+from thunderagent.programs.transitions import SchedulerView
 
 ENDS_COUNT: Final = (*range(1, 9), *(round(8 * 2 ** (step / 4)) for step in range(1, 29)))
 """The last turn of each interval: 1 to 8, and then four for each doubling, up to 1,024."""

@@ -40,7 +40,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from thunderagent.programs.model.records.learned import LengthsRecord
+from thunderagent.programs.messages import LengthsRecord
 from thunderagent.programs.policies.parts.areas import Areas
 from thunderagent.programs.policies.setting_checks import check_not_negative
 from thunderagent.programs.policy import Observe, Order, ProgramView
