@@ -35,6 +35,7 @@ THINGS_COUNT = 100
 
 CALLBACKS = {
     *("pause_rank", "restore_rank", "hold_s", "hold_threshold_s", "place", "balance", "observe"),
+    *("turn_granted", "turn_ended", "program_ended"),
     *("admission.rank", "admission.next", "priority.engine_priority", "global_policy.decide"),
 }
 """The callbacks of a policy and of its parts that the core calls."""
@@ -51,10 +52,14 @@ class Watched:
         said, path = getattr(self._asked, name), f"{self._kind}{name}"
         if name in ("admission", "priority", "global_policy") and said is not None:
             return Watched(said, self._sums_hold, f"{name}.")
+        if name == "decider":
+            return Watched(said, self._sums_hold, self._kind)
         if name == "chained":
             return lambda: tuple(Watched(each, self._sums_hold, self._kind) for each in said())
         if name == "observers":
             return lambda: tuple(self._checked(each, f"{self._kind}observe") for each in said())
+        if name == "learners":
+            return lambda: tuple(Watched(each, self._sums_hold, self._kind) for each in said())
         return self._checked(said, path) if path in CALLBACKS and said is not None else said
 
     def _checked(self, said: Callable[..., Any], path: str) -> Callable[..., Any]:

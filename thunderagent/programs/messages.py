@@ -279,8 +279,7 @@ class Reason(StrEnum):
     """The limit of programs is reached, and all of them have turns."""
 
 
-@dataclass(slots=True, init=False)
-class Grant:
+class Grant(Struct, gc=False):
     """The turn has its lease: it may run on that replica.
 
     `engine_priority` is for engines with priorities, lower first; None leaves it to the client.
@@ -292,32 +291,16 @@ class Grant:
     reason: Reason
     engine_priority: int | None = None
 
-    def __init__(
-        self, turn_id: int, program_id: str | None, replica_id: str, reason: Reason, engine_priority: int | None = None
-    ) -> None:
-        self.turn_id = turn_id
-        self.program_id = program_id
-        self.replica_id = replica_id
-        self.reason = reason
-        self.engine_priority = engine_priority
 
-
-@dataclass(slots=True, init=False)
-class Hold:
+class Hold(Struct, gc=False):
     """The turn waits; a `Grant` or a `Reject` will follow."""
 
     turn_id: int
     program_id: str | None
     reason: Reason
 
-    def __init__(self, turn_id: int, program_id: str | None, reason: Reason) -> None:
-        self.turn_id = turn_id
-        self.program_id = program_id
-        self.reason = reason
 
-
-@dataclass(slots=True)
-class Reject:
+class Reject(Struct, gc=False):
     """The turn will never get a lease."""
 
     turn_id: int
@@ -325,22 +308,15 @@ class Reject:
     reason: Reason
 
 
-@dataclass(slots=True, init=False)
-class Pause:
+class Pause(Struct, gc=False):
     """The program loses its claim on the replica's memory."""
 
     program_id: str
     replica_id: str
     reason: Reason
 
-    def __init__(self, program_id: str, replica_id: str, reason: Reason) -> None:
-        self.program_id = program_id
-        self.replica_id = replica_id
-        self.reason = reason
 
-
-@dataclass(slots=True)
-class Mark:
+class Mark(Struct, gc=False):
     """The program pauses at the end of the turn in flight."""
 
     program_id: str
@@ -348,8 +324,7 @@ class Mark:
     reason: Reason
 
 
-@dataclass(slots=True)
-class Unmark:
+class Unmark(Struct, gc=False):
     """The program will not pause at the end of the turn in flight, after all."""
 
     program_id: str
@@ -357,22 +332,15 @@ class Unmark:
     reason: Reason
 
 
-@dataclass(slots=True, init=False)
-class Restore:
+class Restore(Struct, gc=False):
     """The program gets a claim on that replica's memory."""
 
     program_id: str
     replica_id: str
     reason: Reason
 
-    def __init__(self, program_id: str, replica_id: str, reason: Reason) -> None:
-        self.program_id = program_id
-        self.replica_id = replica_id
-        self.reason = reason
 
-
-@dataclass(slots=True)
-class Release:
+class Release(Struct, gc=False):
     """The program is gone from the table; `generation` is the incarnation that ended."""
 
     program_id: str
@@ -380,8 +348,7 @@ class Release:
     reason: Reason
 
 
-@dataclass(slots=True)
-class SetPriority:
+class SetPriority(Struct, gc=False):
     """The program comes before those with a higher number, in the paused queue and in engines.
 
     With a `replica_id`, in the engine of that replica alone.
@@ -393,8 +360,7 @@ class SetPriority:
     reason: Reason
 
 
-@dataclass(slots=True)
-class SetRoute:
+class SetRoute(Struct, gc=False):
     """Programs of that scope go to these replicas, by their weights; to any, if there are none."""
 
     scope: str
@@ -403,15 +369,13 @@ class SetRoute:
     reason: Reason
 
 
-@dataclass(slots=True)
-class Provision:
+class Provision(Struct, gc=False):
     """One more replica should be started. This is done outside the core, which hears of it when it is up."""
 
     reason: Reason
 
 
-@dataclass(slots=True)
-class EndReplica:
+class EndReplica(Struct, gc=False):
     """That replica should drain and end. This is done outside the core, which hears that it drains."""
 
     replica_id: str
@@ -1138,8 +1102,7 @@ Event = (
 )
 
 
-@dataclass(slots=True, init=False)
-class GpuSubmit:
+class GpuSubmit(Struct, gc=False):
     """A turn goes to a replica; `projected_tokens` of KV cache are expected for its prompt and answer.
 
     `held_s` is how long it waited for that.
@@ -1152,25 +1115,8 @@ class GpuSubmit:
     projected_tokens: int
     held_s: float = 0.0
 
-    def __init__(
-        self,
-        now_s: float,
-        program_id: str,
-        turn_id: int,
-        replica_id: str,
-        projected_tokens: int,
-        held_s: float = 0.0,
-    ) -> None:
-        self.now_s = now_s
-        self.program_id = program_id
-        self.turn_id = turn_id
-        self.replica_id = replica_id
-        self.projected_tokens = projected_tokens
-        self.held_s = held_s
 
-
-@dataclass(slots=True)
-class GpuFirstToken:
+class GpuFirstToken(Struct, gc=False):
     """The first token of a turn arrived, `launch_delay_s` after the turn went to its replica."""
 
     now_s: float
@@ -1180,8 +1126,7 @@ class GpuFirstToken:
     launch_delay_s: float
 
 
-@dataclass(slots=True, init=False)
-class GpuEnd:
+class GpuEnd(Struct, gc=False):
     """A turn is over, `served_s` after it went to its replica.
 
     `freed_tokens` of KV cache are no longer referenced; `computed_tokens` of them were not cached, and were prefilled
@@ -1197,29 +1142,8 @@ class GpuEnd:
     served_s: float
     finished: bool
 
-    def __init__(
-        self,
-        now_s: float,
-        program_id: str,
-        turn_id: int,
-        replica_id: str,
-        freed_tokens: int,
-        computed_tokens: int,
-        served_s: float,
-        finished: bool,
-    ) -> None:
-        self.now_s = now_s
-        self.program_id = program_id
-        self.turn_id = turn_id
-        self.replica_id = replica_id
-        self.freed_tokens = freed_tokens
-        self.computed_tokens = computed_tokens
-        self.served_s = served_s
-        self.finished = finished
 
-
-@dataclass(slots=True)
-class ToolNum:
+class ToolNum(Struct, gc=False):
     """The number of programs at a tool now, and the mean of recent tool times; 0 until one came back."""
 
     now_s: float
@@ -1227,8 +1151,7 @@ class ToolNum:
     mean_tool_s: float
 
 
-@dataclass(slots=True)
-class ToolStart:
+class ToolStart(Struct, gc=False):
     """A program's tool began; its name is empty if unknown."""
 
     now_s: float
@@ -1236,8 +1159,7 @@ class ToolStart:
     tool: str
 
 
-@dataclass(slots=True)
-class ToolEnd:
+class ToolEnd(Struct, gc=False):
     """A program's tool has ended."""
 
     now_s: float
@@ -1246,8 +1168,7 @@ class ToolEnd:
     duration_s: float
 
 
-@dataclass(slots=True)
-class WindowUpdate:
+class WindowUpdate(Struct, gc=False):
     """An admission policy changed how many programs it lets in; `why` is its own word for the cause."""
 
     now_s: float
@@ -1256,8 +1177,7 @@ class WindowUpdate:
     why: str
 
 
-@dataclass(slots=True)
-class ProgramEnd:
+class ProgramEnd(Struct, gc=False):
     """A program ended; `turn_count` turns of it were granted."""
 
     now_s: float

@@ -82,7 +82,7 @@ class Scheduler:
         self.deadlines = Deadlines(settings.patience_margin_s, settings.patience_ratio)
         self.limits = Limits(book, settings, self.knowledge.idle_limit_s, LEAST_IDLE_LIMIT_S)
         self.view = view = SchedulerView(book, provisions_replicas=settings.provisions_replicas)
-        self.stream = Stream(book, self.knowledge, view, policy.observers(), observes_all=policy.observes_all)
+        self.stream = Stream(book, self.knowledge, view, policy.observers(), policy.learners())
         self.global_policies = GlobalPolicies(policy, book, view)
         self.core = core = Core(
             policy,
@@ -212,7 +212,7 @@ class Scheduler:
         book = self.book
         others_wait = bool(book.ledger.waiting_count)
         for replica in book.granting_replicas:
-            account, correction = book.touch(replica), self.knowledge.correction(replica.replica_id)
+            account, correction = book.touch(replica), self.knowledge.corrections[replica.replica_id]
             in_demand = others_wait and account.demand_tokens >= IN_DEMAND_RATIO * account.limit_tokens
             full = correction.computed_tokens >= account.limit_tokens
             wanted, idle_s = in_demand and full, account.idle_held_s
@@ -228,5 +228,4 @@ class Scheduler:
         """Plan for each replica how long programs are held: a plan that no tool asks for stays true, too."""
         now_s = self.book.now_s
         for replica in self.book.granting_replicas:
-            account = replica.account
-            self.knowledge.holding(replica.replica_id, account.assumed_tokens, account.own_ratio, now_s)
+            self.knowledge.holding(replica.replica_id, replica.account, now_s)

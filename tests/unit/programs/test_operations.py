@@ -359,7 +359,7 @@ def test_what_a_moved_program_has_left_behind_is_no_loss_of_its_new_replica(aske
         driver.migrates("a", "r1")
     driver.passes(1.0)
     first = driver.arrives("a", 11_000)
-    correction = driver.scheduler.knowledge.correction("r1")
+    correction = driver.scheduler.knowledge.corrections["r1"]
     assert (driver.granted_on[first], driver.scheduler.turns[first].kept_tokens) == ("r1", 0)
     driver.finishes(first, 11_000, cached=0)
     assert correction._lost_tokens == 0
@@ -380,7 +380,7 @@ def test_a_side_turn_on_a_new_replica_does_not_bring_its_branch_there() -> None:
     first = driver.arrives("a", 11_000)
     assert (driver.granted_on[first], driver.scheduler.turns[first].kept_tokens) == ("r1", 0)
     driver.finishes(first, 11_000, cached=0)
-    assert driver.scheduler.knowledge.correction("r1")._lost_tokens == 0
+    assert driver.scheduler.knowledge.corrections["r1"]._lost_tokens == 0
     assert driver.scheduler.turns[driver.arrives("a", 12_000)].kept_tokens == 11_000
 
 

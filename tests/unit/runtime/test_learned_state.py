@@ -274,7 +274,7 @@ async def test_what_a_replica_may_give_is_as_it_was_learned(tmp_path: Path) -> N
     up(runtime, "r1", "m")
     await take_turn(runtime, "m")
     for replica_id in ("r0", "r1"):
-        runtime.scheduler.knowledge.correction(replica_id).ratio = 0.5
+        runtime.scheduler.knowledge.corrections[replica_id].ratio = 0.5
     path = tmp_path / "state"
     await LearnedState(path, runtime).save()
     after = runtime_of(pools=False)

@@ -157,7 +157,7 @@ class Lives:
     def tool_returned(self, program: Program) -> None:
         """Learn how long a finished tool took."""
         self._core.knowledge.tool_returned(program, self._core.book.now_s)
-        if self._core.stream.flows_whole:
+        if self._core.stream.flows:
             self._core.stream.tool_ended(program)
 
     def _tool_started(self, event: ToolStarted) -> None:
@@ -177,7 +177,7 @@ class Lives:
         is_first = program.acting_since_s <= program.turns_ended_s
         core.limits.hear_of(program, goes_on=not is_first)
         core.tool_began(program)
-        hold_s = core.policy.hold_s(core.view, program)
+        hold_s = core.decider.hold_s(core.view, program)
         hold_until_s = book.now_s + hold_s if is_first else max(program.hold_until_s, program.turns_ended_s + hold_s)
         self._act_anew(program, book.now_s, hold_until_s)
 
@@ -191,7 +191,7 @@ class Lives:
             return
         core.limits.hear_of(program, goes_on=True)
         self.tool_returned(program)
-        held_s = core.policy.hold_s if event.inferred else core.hints.threshold_s or core.policy.hold_s
+        held_s = core.decider.hold_s if event.inferred else core.hints.threshold_s or core.decider.hold_s
         hold_s = held_s(core.view, program)
         hold_until_s = core.book.now_s + hold_s / 2.0 ** min(program.tool_ends_count, MOST_HALVINGS)
         program.tool_ends_count += 1
@@ -364,7 +364,7 @@ class Adoption:
         if record.tool_runs:
             core.tool_began(program)
             held_since_s = program.acting_since_s
-        program.hold_until_s = held_since_s + core.policy.hold_s(core.view, program)
+        program.hold_until_s = held_since_s + core.decider.hold_s(core.view, program)
         may_stay = replica is not None and replica.open_to_programs
         if record.standing == "active" and may_stay and program.routed_to in (None, record.replica_id):
             assert replica is not None, "it is open"

@@ -11,7 +11,6 @@ from thunderagent.programs.messages import (
     TURN_VERDICTS,
     Hold,
     Outcome,
-    PrefixCut,
     ProgramLimits,
     Reason,
     Reject,
@@ -27,8 +26,8 @@ from thunderagent.programs.messages import (
 )
 from thunderagent.programs.policy import Moment
 from thunderagent.programs.rules.routes import serving
-from thunderagent.programs.state.health import KEEPING_USED_RATIO
-from thunderagent.programs.state.program import ACTING, LEAVING, MAIN_BRANCH, Branch, Kind, Program, Turn, TurnEnded
+from thunderagent.programs.state.health import KEEPING_LEAST_TOKENS, KEEPING_USED_RATIO
+from thunderagent.programs.state.program import ACTING, LEAVING, MAIN_BRANCH, Kind, Program, Turn, TurnEnded
 from thunderagent.programs.state.replica import Replica, ReplicaPlace, replica_of
 from thunderagent.programs.transitions import Core
 
@@ -135,7 +134,7 @@ class Arrivals:
         else:
             if earlier is not None and self._keeps_its_program(earlier, event):
                 turn_ends.drop(earlier, "superseded")
-            any_ended = bool(self._core.families) and self._lives.parent_goes_on(event.program_id)
+            any_ended = bool(self._core.families.children) and self._lives.parent_goes_on(event.program_id)
             any_ended |= self._turn_of_program_arrived(event, event.program_id, earlier)
         if earlier is not None and earlier.turn_id in turns:  # done late, so that its program gives nothing up before
             if any_ended:
@@ -160,7 +159,7 @@ class Arrivals:
         if program is None and (refused_for := lives.refused_ids.get(program_id)) is not None:
             book.decisions.append(Reject(event.turn_id, program_id, refused_for))
             return False
-        limits = core.program_limits.asked(event.turn_id)
+        limits = core.program_limits.asked(event.turn_id) if core.program_limits.some_asked else None
         if limits is not None or (program is not None and program.program_limits is not None):
             limits = least_of(None if program is None else program.program_limits, limits)
             if runs_on is None and limits is not None:
@@ -178,21 +177,27 @@ class Arrivals:
                 return False
             lives.announced_begins(program, event)
         elif program.tool_runs:
-            lives.tool_returned(program)
+            core.knowledge.tool_returned(program, book.now_s)
+            if core.stream.flows:
+                core.stream.tool_ended(program)
         program.program_limits = limits
         if program.hint is not None:
             core.hints.turn_came(program)
-        if core.routing.routes:
-            if not core.routing.routes.serve(program, core.routing.routes.asked(event.turn_id)):
+        routes = core.routing.routes
+        if routes.count or routes.by_model:
+            if not routes.serve(program, routes.asked(event.turn_id)):
                 self._anonymous.arrived(event)
                 return False
             core.routing.send(program)
         turn = self._new_turn(event, program, earlier)
-        turn.prompt_tokens = program.estimate_prompt_tokens(turn, core.knowledge.tokens_per_byte_ratio)
+        branch = program.begin_turn(turn, event.parent_branch_id, core.knowledge.tokens_per_byte_ratio)
         book.turns[turn.turn_id] = turn
-        branch = program.branch_of(turn, event.parent_branch_id)
         if event.prefix and core.claim_rules.share_prefixes:
-            self._share(program, branch, event.prefix, turn.prompt_tokens if turn.prompt_bytes else inf)
+            most_tokens, ratio = turn.prompt_tokens if turn.prompt_bytes else inf, core.knowledge.tokens_per_byte_ratio
+            grown = book.prefixes.set_prefix(program, branch, event.prefix, ratio, most_tokens)
+            for replica_id, tokens in grown.items():
+                if tokens:
+                    book.touch(book.replicas[replica_id]).share(tokens)
         if runs_on is None:
             self._place_turn(program, turn, earlier)
         else:
@@ -226,13 +231,6 @@ class Arrivals:
             self._lives.end_for_good(program, reason)
         return ends
 
-    def _share(self, program: Program, branch: Branch, prefix: tuple[PrefixCut, ...], prompt_tokens: float) -> None:
-        """Note which parts of a prompt other programs may share."""
-        book, ratio = self._core.book, self._core.knowledge.tokens_per_byte_ratio
-        for replica_id, tokens in book.prefixes.set_prefix(program, branch, prefix, ratio, prompt_tokens).items():
-            if tokens:
-                book.touch(book.replicas[replica_id]).share(tokens)
-
     def _new_turn(self, event: TurnAsk, program: Program, earlier: Turn | None) -> Turn:
         """Return the arrived turn, with the age of the attempt that it replaces."""
         now_s, knowledge = self._core.book.now_s, self._core.knowledge
@@ -264,7 +262,14 @@ class Arrivals:
             return
         if place.kind is ACTING and self._stays_home:
             home = place.replica
-            if self._goes_on_at(home, program, turn):
+            replica_id = home.replica_id
+            if (  # only the policy could move it elsewhere, as for most turns
+                home.account.usable
+                and turn.avoid_replica_id != replica_id
+                and (turn.wanted_replica_id is None or turn.wanted_replica_id == replica_id)
+                and (program.routed_to is None or program.routed_to == replica_id)
+                and program.destination is None
+            ):
                 core.limits.turn_came(program)
                 program.in_flight[turn.turn_id] = turn
                 self._grant_at_home(program, turn, home, HOME, resized=True)
@@ -283,17 +288,6 @@ class Arrivals:
             self._grant_beside(program, turn)
         else:
             self._ask(program, turn, earlier)
-
-    def _goes_on_at(self, home: Replica, program: Program, turn: Turn) -> bool:
-        """Return whether only the policy could move a program elsewhere, as for most turns."""
-        replica_id = home.replica_id
-        return (
-            home.account.usable
-            and turn.avoid_replica_id != replica_id
-            and (turn.wanted_replica_id is None or turn.wanted_replica_id == replica_id)
-            and (program.routed_to is None or program.routed_to == replica_id)
-            and program.destination is None
-        )
 
     def _ask(self, program: Program, turn: Turn, earlier: Turn | None) -> None:
         """Ask the policy where a program goes on whose first turn in a while has arrived; grant or hold the turn."""
@@ -332,7 +326,8 @@ class Arrivals:
         self, program: Program, turn: Turn, home: Replica, reason: Reason, *, resized: bool = False
     ) -> None:
         self._core.book.move(program, home.working, resized=resized)
-        home.use_memory(program, self._core.leases.begin_flights(program, [turn], home))
+        shared_tokens = self._core.leases.begin_flights(program, [turn], home)
+        home.residency.use(program.generation, program.claim_tokens - shared_tokens)
         branch = program.branches[turn.branch_id]
         if branch.kept_since_s > home.flushed_s:
             turn.kept_since_s = branch.kept_since_s
@@ -396,7 +391,7 @@ class Arrivals:
         self._core.book.changes(replica)
         shared_tokens = self._core.leases.begin_flights(program, [turn], replica)
         self._core.book.resize(program)
-        replica.use_memory(program, shared_tokens)
+        replica.residency.use(program.generation, program.claim_tokens - shared_tokens)
         self._core.leases.grant(program, turn, HOME)
 
     # --- turns that run already -------------------------------------------------------------------------------------
@@ -476,13 +471,13 @@ class Turns:
         if turn is not None and turn.account_id is not None and turn.started_s is None:
             turn.started_s = core.book.now_s
             self._engine_began(turn)
-            if core.stream.flows_whole:
+            if core.stream.flows:
                 core.stream.began(turn)
 
     def _engine_began(self, turn: Turn) -> None:
         """Note, when its engine began a turn, what should have been cached of it."""
         if self._core.claim_rules.adapt_capacity and not turn.unrepresentative:
-            self._core.knowledge.correction(turn.account_id or "").turn_seen(
+            self._core.knowledge.corrections[turn.account_id or ""].turn_seen(
                 turn.kept_tokens,
                 max(0, turn.resident_tokens - turn.kept_tokens),
                 granted_s=turn.granted_s,
@@ -510,7 +505,7 @@ class Turns:
         self._turn_lost(turn, event.outcome)
         return _TURN_ENDED
 
-    def _turn_finished(self, turn: Turn, event: TurnEnd) -> Moment:
+    def _turn_finished(self, turn: Turn, event: TurnEnd) -> Moment:  # noqa: C901, PLR0912 - what does not apply is not called
         core, book = self._core, self._core.book
         prompt_tokens = turn.prompt_tokens if event.prompt_tokens is None else event.prompt_tokens
         output_tokens = turn.output_tokens if event.output_tokens is None else event.output_tokens
@@ -533,13 +528,15 @@ class Turns:
             del book.turns[turn.turn_id]
             core.turn_ends.end_anonymous(turn)
             return _TURN_ENDED
+        if turn.account_id is not None:
+            for learner in core.stream.learners:
+                learner.turn_ended(core.view, program, turn, True)
         if core.stream.flows:
             cached_tokens = turn.resident_tokens if event.cached_tokens is None else event.cached_tokens
             whole_tokens = prompt_tokens + output_tokens
             core.stream.ended(turn, whole_tokens, whole_tokens - min(prompt_tokens, cached_tokens), finished=True)
         if branch is not None:
-            is_believed = branch.learn(prompt_tokens, output_tokens)
-            branch.turn_finished(event.tool)
+            is_believed = branch.turn_finished(prompt_tokens, output_tokens, event.tool)
             if is_believed and turn.account_id is not None:  # its replica was not lost meanwhile
                 branch.kept_since_s = book.now_s
         if program.verdict.verdict is not TurnVerdict.OK:
@@ -572,12 +569,13 @@ class Turns:
                 replica.keeping.pressed(core.book.now_s)
             elif not has_tier and account.capacity_tokens is not None:
                 expected_tokens = min(turn.kept_tokens, ended.prompt_tokens)
-                replica.keeping.turn_ended(expected_tokens, ended.cached_tokens or 0, turn.kept_since_s)
+                if expected_tokens >= KEEPING_LEAST_TOKENS:
+                    replica.keeping.turn_ended(expected_tokens, ended.cached_tokens or 0, turn.kept_since_s)
         if not tells_cached or has_tier:
             if turn.started_s is None:
                 self._engine_began(turn)
         elif core.claim_rules.adapt_capacity:
-            core.knowledge.correction(turn.account_id or "").turn_ended(ended)
+            core.knowledge.corrections[turn.account_id or ""].turn_ended(ended)
         if ended.branch is not None:
             core.knowledge.turn_ended(ended)
 

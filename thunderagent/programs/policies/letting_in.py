@@ -63,8 +63,11 @@ class LettingIn:
 
     def hold_s(self, view: SchedulerView, program: Program) -> float:
         """Return until when the program's tool returns more often than once in the break-even time."""
-        hold_s = view.tool_hold_s(program.tool, self.hold_threshold_s(view, program))
-        return min(hold_s, LONGEST_HOLD_S)
+        threshold_s = self.hold_ratio * view.hold_threshold_s(program.replica_id)
+        if threshold_s != threshold_s:  # noqa: PLR0124 - as `times`, which would be one more call for each turn
+            threshold_s = self.hold_ratio
+        hold_s = view.tool_hold_s(program.tool, threshold_s)
+        return hold_s if hold_s < LONGEST_HOLD_S else LONGEST_HOLD_S
 
     def hold_threshold_s(self, view: SchedulerView, program: Program) -> float:
         """Return what a lost token is worth in seconds of holding, as planned, times `hold_ratio`."""
@@ -88,7 +91,10 @@ class LettingIn:
         everywhere = moment is _TICK or moment is _REPLICAS_CHANGED
         replicas = view.replicas if everywhere else view.changed_replicas
         for replica in replicas:
-            self._relieve(view, replica)
+            account = replica.account
+            leaving_tokens = account.leaving.tokens
+            if leaving_tokens or account.demand_tokens > self.high_ratio * account.limit_tokens:
+                self._relieve(view, replica)
         if replicas and view.first_waiting() is not None:
             self._let_in(view, replicas)
 
@@ -360,8 +366,6 @@ class LettingIn:
                 program = view.first_to_mark(replica)
                 if program is None or not view.propose_mark(program, Reason.THRASHING):
                     break
-        elif not marked_tokens:
-            return
         while account.marked_tokens and (marked := view.last_marked(replica)) is not None:
             if account.demand_tokens - account.marked_tokens + marked.claim_tokens > limit_tokens:
                 break

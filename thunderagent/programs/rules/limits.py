@@ -98,7 +98,8 @@ class Limits:
 
     def hear_of(self, program: Program, *, goes_on: bool = False) -> None:
         """Restart the limits of a program without a turn; if it `goes_on` with its tools, not the idle limit."""
-        program.limits_since_s = self.clock_s
+        now_s = self._book.now_s if self._halted_since_s is None else self._halted_since_s
+        program.limits_since_s = now_s - self._halted_s  # that is `clock_s`
         if not goes_on:
             program.idle_since_s = program.limits_since_s
         of_tenant = self._quiet_of.get(program.tenant)

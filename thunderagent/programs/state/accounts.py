@@ -199,12 +199,6 @@ class Account:
         self.idle_held_s = 0.0
         """Time for which it was usable and had no turn in flight while a program waited for room, anywhere or here."""
 
-    def turn_granted(self) -> None:
-        """Count one more turn in flight; where images are encoded, expect one image of it."""
-        self.turn_count += 1
-        if self.pending_encode_count is not None:
-            self.pending_encode_count += 1
-
     def claim_other(self, tokens: int) -> None:
         """Add to the tokens that turns without a program claim; negative to subtract."""
         self.other_tokens += tokens

@@ -18,7 +18,15 @@ from typing import Final
 
 from thunderagent.programs.messages import PrefixCut
 from thunderagent.programs.state.accounts import Account
-from thunderagent.programs.state.program import MAIN_BRANCH, Branch, Chain, Program, usual_ratio
+from thunderagent.programs.state.program import (
+    LEAST_TOKENS_PER_BYTE_RATIO,
+    MAIN_BRANCH,
+    MOST_TOKENS_PER_BYTE_RATIO,
+    Branch,
+    Chain,
+    Program,
+    usual_ratio,
+)
 
 SIZE_SLACK_RATIO: Final = 0.2
 """Sizes of a cut that differ by less count as equal: each program estimates them from its own prompts."""
@@ -149,7 +157,11 @@ class PrefixTree:
 
 def chain_of(cuts: Sequence[tuple[int, int]], tokens_per_byte_ratio: float, most_tokens: float = inf) -> Chain:
     """Return the cuts of a prompt in tokens, none of them larger than the prompt itself."""
-    return tuple([(digest, int(min(size_bytes * tokens_per_byte_ratio, most_tokens))) for digest, size_bytes in cuts])
+    chain: list[tuple[int, int]] = []
+    for digest, size_bytes in cuts:  # a comprehension would be one more call where nothing is compiled
+        tokens = size_bytes * tokens_per_byte_ratio
+        chain.append((digest, int(tokens if tokens < most_tokens else most_tokens)))
+    return tuple(chain)
 
 
 class SharedPrefixes:
@@ -176,7 +188,11 @@ class SharedPrefixes:
         ratio = branch.tokens_per_byte_ratio
         exact = ratio is not None
         before = branch.prefix
-        branch.prefix = chain_of(cuts, usual_ratio(ratio), prompt_tokens) if ratio else chain_of(cuts, first_ratio)
+        if not ratio:
+            branch.prefix = chain_of(cuts, first_ratio)
+        else:
+            is_usual = LEAST_TOKENS_PER_BYTE_RATIO <= ratio <= MOST_TOKENS_PER_BYTE_RATIO
+            branch.prefix = chain_of(cuts, ratio if is_usual else usual_ratio(ratio), prompt_tokens)
         if program.place.active:
             return self.tree.replace(before, branch.prefix, program.replica_id or "", exact=exact)
         return self.tree.resize(branch.prefix) if exact else {}
@@ -194,7 +210,9 @@ class SharedPrefixes:
             return
         for branch in program.branches.values() if branches is None else branches:
             if branch.prefix:
-                account.share(-self.tree.leave(branch.prefix, program.replica_id or ""))
+                shared_tokens = self.tree.leave(branch.prefix, program.replica_id or "")
+                if shared_tokens:
+                    account.share(-shared_tokens)
 
     def tokens_on(self, program: Program, replica_id: str) -> int:
         """Return how many tokens of a program are on a replica because others claim them there."""
@@ -215,8 +233,13 @@ class SharedPrefixes:
             return 0, 0
         is_counted = program.place.active and program.replica_id == replica_id
         if is_single:
-            prefix = program.branches[MAIN_BRANCH].prefix
-            return self.tree.shared_tokens(prefix, replica_id, 2 if is_counted else 1), 0
+            shared_tokens, with_count = 0, 2 if is_counted else 1
+            for digest, _ in program.branches[MAIN_BRANCH].prefix:
+                cut = self.tree.cuts.get(digest)
+                if cut is None or cut.counts.get(replica_id, 0) < with_count:
+                    break
+                shared_tokens += cut.own_tokens
+            return shared_tokens, 0
         return self._shared_here(program, replica_id) if is_counted else self._shared_there(program, replica_id)
 
     def _shared_here(self, program: Program, replica_id: str) -> tuple[int, int]:

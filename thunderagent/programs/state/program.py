@@ -542,12 +542,14 @@ class Branch:
         self.parent_id = MAIN_BRANCH
         """The branch that waits for it, as far as its client says."""
 
-    def learn(self, prompt_tokens: int, output_tokens: int) -> bool:
+    def turn_finished(self, prompt_tokens: int, output_tokens: int, tool: str = "") -> bool:
         """Set the size of the branch from the usage of a turn; return whether that is believed.
 
+        It goes on by itself if the answer called a tool.
         A much shorter prompt is a side turn (a title, a summary) and changes nothing; when a second one follows, the
         branch was really cut (a compaction) and its size is believed.
         """
+        self.parent_turns_count = PARENT_TURNS_COUNT if tool else 0
         if prompt_tokens < SIDE_TURN_RATIO * self.context_tokens:
             self.side_turn_count += 1
             if self.side_turn_count < 2:
@@ -556,10 +558,6 @@ class Branch:
         self.context_tokens = prompt_tokens + output_tokens
         self.prompt_tokens = prompt_tokens
         return True
-
-    def turn_finished(self, tool: str) -> None:
-        """Note whether it goes on by itself: it does if its answer called a tool."""
-        self.parent_turns_count = PARENT_TURNS_COUNT if tool else 0
 
 
 class ProgramVerdict:
@@ -868,14 +866,16 @@ class Program:
         fields: list[Any] = list(self._story)
         return [StoryEntry(*fields[at : at + STORY_FIELDS_COUNT]) for at in range(0, len(fields), STORY_FIELDS_COUNT)]
 
-    def estimate_prompt_tokens(self, turn: Turn, tokens_per_byte_ratio: float) -> int:
-        """Estimate a prompt: text by the last usage of its branch or the main one, or by the ratio; plus media."""
-        branch = self.branches.get(turn.branch_id) or self.branches[MAIN_BRANCH]
-        return int(turn.prompt_bytes * (branch.tokens_per_byte_ratio or tokens_per_byte_ratio)) + turn.media_tokens
+    def begin_turn(self, turn: Turn, parent_id: str, tokens_per_byte_ratio: float) -> Branch:
+        """Estimate an arrived turn's prompt, and return its branch, opened if there is none.
 
-    def branch_of(self, turn: Turn, parent_id: str) -> Branch:
-        """Return the branch of an arrived turn, opened if there is none; the main one has no parent."""
+        The main branch has no parent. Text counts by the last usage of the branch, or of the main one if it is new, or
+        by the ratio; plus media.
+        """
         branch = self.branches.get(turn.branch_id)
+        known = self.branches[MAIN_BRANCH] if branch is None else branch
+        ratio = known.tokens_per_byte_ratio or tokens_per_byte_ratio
+        turn.prompt_tokens = int(turn.prompt_bytes * ratio) + turn.media_tokens
         if branch is None:
             branch = self.branches[turn.branch_id] = Branch()
         branch.last_turn_id = turn.turn_id
@@ -890,15 +890,6 @@ class Program:
         in flight count, too: they are granted together or taken together. Cost: O(turns here + branches).
         """
         output_tokens = 0
-        if len(self.branches) == 1:
-            context_tokens = self.branches[MAIN_BRANCH].context_tokens
-            for turns in (self.in_flight, self.held):
-                if turns:
-                    for turn in turns.values():
-                        output_tokens += turn.output_tokens
-                        if turn.prompt_tokens > context_tokens:
-                            context_tokens = turn.prompt_tokens
-            return context_tokens + output_tokens
         longest = {branch_id: branch.context_tokens for branch_id, branch in self.branches.items()}
         for turn in (*self.in_flight.values(), *self.held.values()):
             longest[turn.branch_id] = max(longest[turn.branch_id], turn.prompt_tokens)

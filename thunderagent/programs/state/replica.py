@@ -56,7 +56,9 @@ class Residency:
         return self._used.get(generation, 0)
 
     def use(self, generation: int, tokens: int) -> None:
-        """Note that a turn of a program runs, or goes on, with `tokens` in all."""
+        """Note that a turn of a program runs, or goes on, with `tokens` of its own in all; negative counts as none."""
+        if tokens < 0:
+            tokens = 0
         if generation in self._idle:
             self._idle_tokens -= self._idle.pop(generation)
         self._used_tokens += tokens - self._used.get(generation, 0)
@@ -390,14 +392,6 @@ class Replica:
             f"<Replica {self.replica_id} {health}: {account.demand_tokens}/{account.capacity_tokens} tokens, "
             f"{account.reasoning_count} reasoning, {account.acting.count} acting>"
         )
-
-    def use_memory(self, program: Program, shared_tokens: int) -> None:
-        """Note what a program's turns in flight hold in memory; its claim must have been measured with them.
-
-        Others claim `shared_tokens` of it.
-        """
-        own_tokens = program.claim_tokens - shared_tokens
-        self.residency.use(program.generation, own_tokens if own_tokens > 0 else 0)
 
     def may_overdraw(self, claim_tokens: int, overdraft_ratio: float) -> bool:
         """Return whether one more program may be let in here regardless of room.

@@ -96,7 +96,11 @@ KINDS = (
 """All other kinds of messages: events by what happened, decisions by what was decided."""
 
 _FIELDS = {
-    cls: tuple(f.name for f in fields(cls) if f.name not in LEFT_OUT)
+    cls: tuple(
+        name
+        for name in getattr(cls, "__struct_fields__", None) or [field.name for field in fields(cls)]
+        if name not in LEFT_OUT
+    )
     for cls in KIND_OF
     if cls not in (TurnAsk, TurnEnd)
 }

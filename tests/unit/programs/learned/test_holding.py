@@ -460,9 +460,9 @@ def test_while_claims_are_far_above_the_limit_losses_say_nothing_of_the_size() -
     assert not any(driver.held(turn) for turn in turns)
     driver.comes_up("r0", 1000)
     loses_half(driver)
-    assert limit_ratio(driver) == driver.scheduler.knowledge.correction("r0").ratio == 1.0
+    assert limit_ratio(driver) == driver.scheduler.knowledge.corrections["r0"].ratio == 1.0
     for turn in turns:
         driver.finishes(turn, 300)
     driver.releases_all(*(f"p{number}" for number in range(5)))
     loses_half(driver)
-    assert limit_ratio(driver) == driver.scheduler.knowledge.correction("r0").ratio < 0.9
+    assert limit_ratio(driver) == driver.scheduler.knowledge.corrections["r0"].ratio < 0.9

@@ -311,7 +311,7 @@ def test_a_turn_that_only_a_stranger_tells_of_changes_nothing_that_all_share(*, 
         driver.starts(turn_id)
         driver.finishes(turn_id, 8000, 100, 0, tool="ls")
         driver.ticks(1.0)
-    assert (knowledge.correction("r0").ratio < 1.0) == verified
+    assert (knowledge.corrections["r0"].ratio < 1.0) == verified
     assert (knowledge.prices.turn_count("r0") > 0) == verified
     assert (knowledge.tokens_per_byte_ratio > 0.25) == verified
     assert (seen(driver, "ls")[0] > 0) == verified

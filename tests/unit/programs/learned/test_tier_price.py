@@ -100,7 +100,7 @@ def test_what_is_loaded_hides_no_loss_from_the_capacity() -> None:
             driver.finishes(turn_id, 2000, 1, 1999 if number > 1 else 0)
             driver.ticks(1.0)
             driver.is_polled(hit_ratio=0.0, query_tokens=2000)
-        losing[tier] = driver.scheduler.knowledge.correction("r0").ratio
+        losing[tier] = driver.scheduler.knowledge.corrections["r0"].ratio
     assert losing[True] < losing[False]
 
 

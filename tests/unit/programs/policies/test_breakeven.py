@@ -353,7 +353,7 @@ def test_who_waited_for_too_long_goes_before_all_and_has_room_kept() -> None:
 def test_another_order_takes_the_place_of_its_own_which_learns_nothing_then() -> None:
     """The oldest program goes first, not the one whose turn waits longest."""
     driver = driver_with(pass_count=0, order=Fcfs())
-    assert not driver.scheduler.stream.flows
+    assert not driver.scheduler.stream.learners
     opens(driver, old=300)
     driver.drains("r0")
     driver.comes_up("r0", 1000)

@@ -87,11 +87,11 @@ def test_a_held_turn_counts_as_if_it_ran() -> None:
 def test_a_side_turn_leaves_the_branch_as_it_was_and_a_second_one_is_believed() -> None:
     """A title of 50 tokens does not shrink 1000; after a compaction the second short turn does."""
     branch = Branch()
-    assert branch.learn(900, 100)
+    assert branch.turn_finished(900, 100)
     assert branch.context_tokens == 1000
-    assert not branch.learn(50, 10)
+    assert not branch.turn_finished(50, 10)
     assert branch.context_tokens == 1000
-    assert branch.learn(300, 20)
+    assert branch.turn_finished(300, 20)
     assert branch.context_tokens == 320
 
 
@@ -99,15 +99,15 @@ def test_a_side_turn_between_two_turns_is_forgotten() -> None:
     """Only short turns in a row are a compaction."""
     branch = Branch()
     for prompt in (1000, 50, 1100, 60):
-        branch.learn(prompt, 0)
+        branch.turn_finished(prompt, 0)
     assert branch.context_tokens == 1100
 
 
 def test_a_mild_compaction_is_believed_at_once() -> None:
     """A prompt of half the branch or more is no side turn."""
     branch = Branch()
-    branch.learn(1000, 0)
-    branch.learn(500, 0)
+    branch.turn_finished(1000, 0)
+    branch.turn_finished(500, 0)
     assert branch.context_tokens == 500
 
 
@@ -193,7 +193,9 @@ def test_a_prompt_is_estimated_by_its_branch_then_the_main_branch_then_everybody
     if side_ratio is not None:
         program.branches["side"] = Branch()
         program.branches["side"].tokens_per_byte_ratio = side_ratio
-    assert program.estimate_prompt_tokens(Turn(1, program, "side", 400, 0.0), 0.25) == expected
+    turn = Turn(1, program, "side", 400, 0.0)
+    assert program.begin_turn(turn, "", 0.25) is program.branches["side"]
+    assert turn.prompt_tokens == expected
 
 
 # --- The story
