@@ -14,10 +14,20 @@ from benchmarks.core_beside import beside
 from benchmarks.machine import save_results
 from thunderagent.compilation import build_kind
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.messages import PrefixCut, TurnAsk, TurnEnd
-from thunderagent.programs.model.decisions import Grant, Pause
-from thunderagent.programs.model.events import Event, ProgramReleased, Tick, TurnProgressed, TurnStarted
-from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
+from thunderagent.programs.messages import (
+    Event,
+    Grant,
+    Pause,
+    PrefixCut,
+    ProgramReleased,
+    ReplicaPolled,
+    ReplicaUp,
+    Tick,
+    TurnAsk,
+    TurnEnd,
+    TurnProgressed,
+    TurnStarted,
+)
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.serving.process import calm_garbage_collector
 

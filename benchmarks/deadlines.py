@@ -23,8 +23,7 @@ from statistics import fmean
 from benchmarks.machine import save_results
 from benchmarks.simulated import scenario_of
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.messages import ProgramLimits
-from thunderagent.programs.model.decisions import Grant, Reason, Reject
+from thunderagent.programs.messages import Grant, ProgramLimits, Reason, Reject
 from thunderagent.simulator.figures.intervals import Interval
 from thunderagent.simulator.figures.waits import ProgramWait
 from thunderagent.simulator.runs.run import Simulation

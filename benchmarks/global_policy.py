@@ -19,10 +19,20 @@ from typing import ClassVar
 from benchmarks.core import percentile
 from benchmarks.machine import save_results
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.messages import TurnAsk, TurnEnd
-from thunderagent.programs.model.decisions import Decision, Grant, Reason, SetPriority
-from thunderagent.programs.model.events import Event, ProgramReleased, Tick
-from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp, RouteSet
+from thunderagent.programs.messages import (
+    Decision,
+    Event,
+    Grant,
+    ProgramReleased,
+    Reason,
+    ReplicaPolled,
+    ReplicaUp,
+    RouteSet,
+    SetPriority,
+    Tick,
+    TurnAsk,
+    TurnEnd,
+)
 from thunderagent.programs.policy import GlobalPolicy, View
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.serving.process import calm_garbage_collector

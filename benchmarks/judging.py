@@ -17,7 +17,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from random import Random
 
-from thunderagent.programs.model.advice.verdicts import FAILURE
+from thunderagent.programs.messages import FAILURE
 from thunderagent.simulator.engine.records import EngineRequest
 from thunderagent.simulator.workloads.contexts import Context, TokenSpace
 from thunderagent.simulator.workloads.plans import ProgramPlan

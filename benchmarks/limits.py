@@ -36,9 +36,7 @@ from benchmarks.kept_runs import do_runs
 from benchmarks.machine import RESULTS, save_results
 from benchmarks.policy import AWAY_LIMIT_S, mean_context_tokens, programs_at
 from benchmarks.simulated import save_plot, scenario_of
-from thunderagent.programs.messages import TurnAsk
-from thunderagent.programs.model.decisions import Decision, Grant, Reject
-from thunderagent.programs.model.events import Event, ProgramReleased
+from thunderagent.programs.messages import Decision, Event, Grant, ProgramReleased, Reject, TurnAsk
 from thunderagent.simulator.commands.compare import names
 from thunderagent.simulator.comparison.contestants import ORACLE, Contestant
 from thunderagent.simulator.comparison.processes import GoOn

@@ -25,7 +25,7 @@ from rich.console import Console
 from benchmarks.findings import Finding, mean_of, ratio_of, table
 from benchmarks.judging import JudgeModel
 from benchmarks.simulated import Runner, save_plot, scenario_of
-from thunderagent.programs.model.advice.verdicts import FAILURE, SUCCESS
+from thunderagent.programs.messages import FAILURE, SUCCESS
 from thunderagent.simulator.workloads.distributions import workload
 
 if TYPE_CHECKING:

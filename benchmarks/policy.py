@@ -48,10 +48,7 @@ from benchmarks.real_engine import RealEngineConfig
 from benchmarks.simulated import Runner, goodput_table, save_plot, scenario_of
 from benchmarks.together import Model, simulate_together
 from thunderagent.errors import ConfigurationError, TraceError
-from thunderagent.programs.messages import TurnAsk, TurnEnd
-from thunderagent.programs.model.decisions import Pause, Restore
-from thunderagent.programs.model.events import Event, Tick
-from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
+from thunderagent.programs.messages import Event, Pause, ReplicaPolled, ReplicaUp, Restore, Tick, TurnAsk, TurnEnd
 from thunderagent.programs.policy import Policy
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.simulator.comparison.contestants import Contestant

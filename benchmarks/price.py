@@ -29,9 +29,7 @@ from benchmarks.machine import ROOT, save_results
 from benchmarks.world_cells import H1_LOAD, STANDARD, TELLS_NOTHING, mocker, real_engine
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.learned.price import MEASURED
-from thunderagent.programs.messages import TurnEnd
-from thunderagent.programs.model.events import Event
-from thunderagent.programs.model.fleet_events import ReplicaPolled
+from thunderagent.programs.messages import Event, ReplicaPolled, TurnEnd
 from thunderagent.simulator.commands.compare import names
 from thunderagent.simulator.comparison.processes import GoOn
 from thunderagent.simulator.engine.records import EngineConfig

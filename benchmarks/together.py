@@ -9,9 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.messages import TurnAsk
-from thunderagent.programs.model.decisions import Decision
-from thunderagent.programs.model.events import Event, Tick
+from thunderagent.programs.messages import Decision, Event, Tick, TurnAsk
 from thunderagent.programs.policy import Policy
 from thunderagent.programs.pools import Pool, Pools
 from thunderagent.simulator.figures.figures import RunResult

@@ -20,8 +20,7 @@ from typing import Any
 from benchmarks.workflow_cases import CASES, DEFAULTS, Case, VirtualLoop, all_come
 from thunderagent.leases import TurnAsk, TurnHint
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.model.events import Tick
-from thunderagent.programs.model.fleet_events import ReplicaPolled
+from thunderagent.programs.messages import ReplicaPolled, Tick
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.programs.transitions import LATE_RATIO, LEAST_CONFIDENCE_RATIO, TOLERANCE_S
 from thunderagent.runtime import Runtime

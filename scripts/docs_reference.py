@@ -29,8 +29,8 @@ from thunderagent.cli import build_parser
 from thunderagent.cli.serve import LIST_FIELDS
 from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
 from thunderagent.programs import policies, policy
-from thunderagent.programs.model import places
-from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.messages import Reason
+from thunderagent.programs.state import program as places
 from thunderagent.proxy.judge.prompt import DEFAULT_PROMPT
 from thunderagent.simulator.engine.timing import load_profiles
 from thunderagent.tools.template import Template

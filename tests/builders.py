@@ -13,23 +13,11 @@ from thunderagent.programs.invariants import check
 from thunderagent.programs.learned.holding import HoldingPlan
 from thunderagent.programs.learned.knowledge import Knowledge
 from thunderagent.programs.learned.price import FIRST_TOKEN_S
-from thunderagent.programs.messages import ProgramLimits, TurnAsk, TurnEnd
-from thunderagent.programs.model.decisions import Decision, Grant, Reason, Reject, Restore
-from thunderagent.programs.model.events import (
-    Event,
-    ProgramHinted,
-    ProgramJudged,
-    ProgramOpened,
-    ProgramReleased,
-    ProgramsReleased,
-    Tick,
-    ToolEnded,
-    ToolStarted,
-    TurnProgressed,
-    TurnStarted,
-)
-from thunderagent.programs.model.fleet_events import (
+from thunderagent.programs.messages import (
+    Decision,
     EncodesPolled,
+    Event,
+    Grant,
     GrantsContinued,
     GrantsSuspended,
     KnowledgeLoaded,
@@ -37,29 +25,48 @@ from thunderagent.programs.model.fleet_events import (
     ModelAsked,
     ModelServed,
     PrioritySet,
+    ProgramHinted,
+    ProgramJudged,
     ProgramKilled,
+    ProgramLimits,
+    ProgramOpened,
+    ProgramReleased,
+    ProgramsReleased,
+    Reason,
+    Reject,
     ReplicaDown,
     ReplicaDraining,
     ReplicaFlushed,
     ReplicaPolled,
+    ReplicaPriceRecord,
     ReplicaRemoved,
     ReplicaTripped,
     ReplicaUp,
     ResidencyReported,
+    Restore,
     RouteSet,
     SandboxesMeasured,
     SandboxFailed,
     SandboxReady,
+    SchedulerSettings,
+    Signal,
+    Tick,
+    ToolEnd,
+    ToolEnded,
+    ToolNum,
+    ToolStart,
+    ToolStarted,
+    TurnAsk,
+    TurnEnd,
     TurnLimited,
+    TurnProgressed,
+    TurnStarted,
+    WindowUpdate,
 )
-from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.records.learned import ReplicaPriceRecord
-from thunderagent.programs.model.records.signals import Signal, ToolEnd, ToolNum, ToolStart, WindowUpdate
-from thunderagent.programs.model.settings import SchedulerSettings
-from thunderagent.programs.model.turn import Branch, Turn, TurnEnded
 from thunderagent.programs.policies.baselines.passthrough import Passthrough
 from thunderagent.programs.policy import Admission, Moment, Policy, ProgramView, View
 from thunderagent.programs.scheduler import Scheduler
+from thunderagent.programs.state.program import Branch, Program, Turn, TurnEnded
 
 BYTES_PER_TOKEN = 4
 """The scheduler's first guess, so that a turn of `tokens` is estimated at exactly that."""

@@ -127,7 +127,7 @@ async def test_what_a_data_key_says_of_its_leases_teaches_of_its_own_programs_al
         running_proxy(replica.url, policy="breakeven", **KEYS) as proxy,
     ):
         scheduler = proxy.runtime.scheduler
-        correction = scheduler.knowledge.correction(replica.replica_id)
+        correction = scheduler.knowledge.corrections[replica.replica_id]
         first_ratio = scheduler.knowledge.tokens_per_byte_ratio
         for key, name, teaches in ((RED, "a", False), (RED, None, False), (ADMIN, "b", True)):
             for _ in range(3):

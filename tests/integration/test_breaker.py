@@ -37,7 +37,7 @@ from tests.integration.support import (
     writes,
 )
 from thunderagent.cli import main
-from thunderagent.programs.model.verdict import ReplicaState
+from thunderagent.programs.state.health import ReplicaState
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

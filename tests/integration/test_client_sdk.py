@@ -34,7 +34,7 @@ from thunderagent.client import (
     current_program,
     program,
 )
-from thunderagent.programs.model.events import ProgramReleased
+from thunderagent.programs.messages import ProgramReleased
 from thunderagent.proxy.gate.keys import mint_key
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ async def test_signals_are_streamed_to_who_asks_for_them() -> None:
             asyncio.create_task(listen(proxy.url, "signals", heard)),
             asyncio.create_task(listen(proxy.url, "", others)),
         ]
-        await until(lambda: proxy.runtime.scheduler.stream.flows_whole)
+        await until(lambda: proxy.runtime.scheduler.stream.flows)
         await ask(proxy.url, "a")
         started = await post(proxy.url, "/programs/a/tools/start", {"tool": "pytest"})
         assert (started.status, started.json()) == (200, {"program_id": "a", "known": True})
@@ -44,7 +44,7 @@ async def test_signals_are_streamed_to_who_asks_for_them() -> None:
         for listener in listeners:
             listener.cancel()
         await asyncio.gather(*listeners, return_exceptions=True)
-        await until(lambda: not proxy.runtime.scheduler.stream.flows_whole)
+        await until(lambda: not proxy.runtime.scheduler.stream.flows)
     kinds = [each["kind"] for each in heard]
     assert kinds == [
         "gpu_submit",

@@ -13,8 +13,7 @@ import aiohttp
 import pytest
 
 from tests.integration.support import CHAT, DEADLINE_S, engine, serve
-from thunderagent.programs.messages import TurnAsk, TurnEnd
-from thunderagent.programs.model.decisions import Pause
+from thunderagent.programs.messages import Pause, TurnAsk, TurnEnd
 from thunderagent.runtime.event_log import replay
 
 if TYPE_CHECKING:

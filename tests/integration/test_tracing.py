@@ -41,8 +41,7 @@ from tests.integration.support import (
 from tests.loopback import on_loopback
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.messages import TurnAsk
-from thunderagent.programs.model.decisions import Reason, Reject
+from thunderagent.programs.messages import Reason, Reject, TurnAsk
 from thunderagent.proxy.watch.tracing import Tracing
 
 if TYPE_CHECKING:

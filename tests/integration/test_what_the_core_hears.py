@@ -25,14 +25,13 @@ from tests.integration.support import (
     until,
     word,
 )
-from thunderagent.programs.messages import TurnAsk, TurnEnd
-from thunderagent.programs.model.fleet_events import ReplicaPolled
+from thunderagent.programs.messages import ReplicaPolled, TurnAsk, TurnEnd
 from thunderagent.runtime.event_log import read_events
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from thunderagent.programs.model.events import Event
+    from thunderagent.programs.messages import Event
 
 SYSTEM = {"role": "system", "content": "Mend code. " * 50}
 TASK = {"role": "user", "content": "Mend this."}

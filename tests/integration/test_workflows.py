@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from scripts.docs_site import whole
 from tests.integration.support import answers, fake_replica, running_proxy
-from thunderagent.programs.messages import TurnAsk
-from thunderagent.programs.model.events import ProgramReleased
+from thunderagent.programs.messages import ProgramReleased, TurnAsk
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

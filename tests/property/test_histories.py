@@ -23,7 +23,7 @@ from tests.property.test_scheduler_machine import POLICY_SETTINGS
 from tests.replay.histories import LEARNED_LIMITS, SETTINGS, History
 from tests.unit.test_where_to_add import PACKAGE, core_at, run_there
 from thunderagent.programs.invariants import check_sums
-from thunderagent.programs.model.events import ProgramHinted
+from thunderagent.programs.messages import ProgramHinted
 from thunderagent.programs.policy import Policy
 from thunderagent.programs.scheduler import Scheduler
 
@@ -35,6 +35,7 @@ THINGS_COUNT = 100
 
 CALLBACKS = {
     *("pause_rank", "restore_rank", "hold_s", "hold_threshold_s", "place", "balance", "observe"),
+    *("turn_granted", "turn_ended", "program_ended"),
     *("admission.rank", "admission.next", "priority.engine_priority", "global_policy.decide"),
 }
 """The callbacks of a policy and of its parts that the core calls."""
@@ -51,10 +52,14 @@ class Watched:
         said, path = getattr(self._asked, name), f"{self._kind}{name}"
         if name in ("admission", "priority", "global_policy") and said is not None:
             return Watched(said, self._sums_hold, f"{name}.")
+        if name == "decider":
+            return Watched(said, self._sums_hold, self._kind)
         if name == "chained":
             return lambda: tuple(Watched(each, self._sums_hold, self._kind) for each in said())
         if name == "observers":
             return lambda: tuple(self._checked(each, f"{self._kind}observe") for each in said())
+        if name == "learners":
+            return lambda: tuple(Watched(each, self._sums_hold, self._kind) for each in said())
         return self._checked(said, path) if path in CALLBACKS and said is not None else said
 
     def _checked(self, said: Callable[..., Any], path: str) -> Callable[..., Any]:
@@ -139,7 +144,7 @@ def test_no_callback_sees_a_sum_that_is_half_booked() -> None:
     [
         pytest.param(
             "thunderagent",
-            "book/book.py",
+            "state/book.py",
             "        to.enter(program, now_s)\n",
             "        program.place = to\n",
             "programs miscounted",
@@ -147,7 +152,7 @@ def test_no_callback_sees_a_sum_that_is_half_booked() -> None:
         ),
         pytest.param(
             "thunderagent",
-            "book/book.py",
+            "state/book.py",
             "        self.active_count -= len(gone)\n",
             "        self.queue.resting.enter_all(resting, now_s)\n",
             "active programs miscounted",

@@ -14,21 +14,24 @@ from types import BuiltinFunctionType, FunctionType, ModuleType
 import pytest
 
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.messages import TurnAsk, TurnEnd
-from thunderagent.programs.model.decisions import Grant, Reject
-from thunderagent.programs.model.events import (
+from thunderagent.programs.messages import (
     Event,
+    Grant,
     ProgramHinted,
     ProgramJudged,
     ProgramReleased,
+    Reject,
+    ReplicaPolled,
+    ReplicaUp,
+    SchedulerSettings,
     Tick,
     ToolEnded,
     ToolStarted,
+    TurnAsk,
+    TurnEnd,
     TurnProgressed,
     TurnStarted,
 )
-from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
-from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.scheduler import Scheduler
 
 EVENT_COUNT = int(os.environ.get("LEAK_EVENT_COUNT", "16000"))

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from tests.builders import ended, grew, kept, prefilled
 from thunderagent.programs.learned.knowledge import Knowledge
-from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.records.learned import LearnedRecord
-from thunderagent.programs.model.turn import Turn
+from thunderagent.programs.messages import LearnedRecord
 from thunderagent.programs.policy import ClaimRules
+from thunderagent.programs.state.program import Program, Turn
 from thunderagent.runtime.learned_state import PoolRecord, decode_state, encode_state
 
 
@@ -100,7 +99,7 @@ class Learner:
             self.guesses()  # rates are refreshed, quantiles looked up
 
     def lose(self, replica_id: str, ratio: float) -> None:
-        correction = self.knowledge.correction(replica_id)
+        correction = self.knowledge.corrections[replica_id]
         for _ in range(30):
             correction.turn_ended(kept(1000, int(1000 * (1 - ratio)), self.now_s))
         self.now_s += 10.0
@@ -119,7 +118,7 @@ class Learner:
             found.append(known.hints.confidence_ratio(other, 1.0))
         found += [known.growth.tokens_per_s, known.growth.whole_tokens, known._turn_tokens, known._output_tokens]
         found += [known.goodput.decode_token_s, known.tokens_per_byte_ratio, known.restore_pace.interval_s]
-        return [*found, *(known.correction(replica_id).ratio for replica_id in ("r0", "r1"))]
+        return [*found, *(known.corrections[replica_id].ratio for replica_id in ("r0", "r1"))]
 
 
 @given(before=LESSONS, after=LESSONS)

@@ -12,25 +12,27 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs import invariants
-from thunderagent.programs.messages import TurnAsk, TurnEnd
-from thunderagent.programs.model.decisions import Decision, Grant, Reject, Release
-from thunderagent.programs.model.events import (
+from thunderagent.programs.messages import (
+    Decision,
     Event,
-    ProgramOpened,
-    ProgramReleased,
-    ProgramsReleased,
-    Tick,
-    ToolStarted,
-)
-from thunderagent.programs.model.fleet_events import (
+    Grant,
     GrantsContinued,
     GrantsSuspended,
     ModelAsked,
+    ProgramOpened,
+    ProgramReleased,
+    ProgramsReleased,
+    Reject,
+    Release,
     ReplicaDown,
     ReplicaRemoved,
     ReplicaUp,
+    SchedulerSettings,
+    Tick,
+    ToolStarted,
+    TurnAsk,
+    TurnEnd,
 )
-from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.pools import Pools
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.runtime.event_log import EventLogWriter, replay

@@ -16,7 +16,7 @@ import pytest
 from tests.property.test_scale_leaders import LOCK_S, SEEDS_COUNT, Carrier, Cell, Member, Store, check
 from tests.property.test_scale_links import TURNS_COUNT
 from thunderagent.errors import StoreError
-from thunderagent.programs.model.records.kept import ProgramRecord
+from thunderagent.programs.messages import ProgramRecord
 from thunderagent.scale.gateway.carried import CarriedTurns
 from thunderagent.scale.leader.kept import At, Begins, Record, Whole, encode_record, entry_of
 

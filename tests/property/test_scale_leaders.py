@@ -12,7 +12,7 @@ import pytest
 
 from tests.property.test_scale_links import TURNS_COUNT, Client, Ledger, Link, Time, World
 from thunderagent.errors import BadFrameError, FencedError, StoreError
-from thunderagent.programs.model.records.kept import ProgramRecord
+from thunderagent.programs.messages import ProgramRecord
 from thunderagent.scale.leader.candidacy import Candidacy
 from thunderagent.scale.leader.journal import Journal
 from thunderagent.scale.leader.kept import At, Counted, Kept, Linked, Record, Sums, decode

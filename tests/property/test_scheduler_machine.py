@@ -12,37 +12,37 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.book.accounts import Account
 from thunderagent.programs.invariants import check
-from thunderagent.programs.messages import ProgramLimits, TurnAsk, TurnEnd
-from thunderagent.programs.model.advice.hints import KEEPS
-from thunderagent.programs.model.decisions import Decision, Grant, Pause, Reject, Release, Unmark
-from thunderagent.programs.model.events import (
-    Event,
-    ProgramHinted,
-    ProgramJudged,
-    ProgramOpened,
-    ProgramReleased,
-    ProgramsReleased,
-    Tick,
-    ToolEnded,
-    ToolStarted,
-    TurnAdopted,
-    TurnDue,
-    TurnProgressed,
-    TurnStarted,
-)
-from thunderagent.programs.model.fleet_events import (
+from thunderagent.programs.messages import (
+    KEEPS,
+    BranchRecord,
+    CapacityRecord,
+    Decision,
     EncodesPolled,
+    Event,
+    GpuEnd,
+    GpuSubmit,
+    Grant,
     GrantsContinued,
     GrantsSuspended,
     KnowledgeLoaded,
     MigrationAsked,
     ModelAsked,
     ModelServed,
+    Pause,
     PrioritySet,
+    ProgramHinted,
+    ProgramJudged,
     ProgramKilled,
+    ProgramLimits,
+    ProgramOpened,
+    ProgramRecord,
+    ProgramReleased,
+    ProgramsAdopted,
+    ProgramsReleased,
     ProvisionAsked,
+    Reject,
+    Release,
     ReplicaDown,
     ReplicaDraining,
     ReplicaFlushed,
@@ -56,15 +56,25 @@ from thunderagent.programs.model.fleet_events import (
     SandboxesMeasured,
     SandboxFailed,
     SandboxReady,
+    SchedulerSettings,
+    Signal,
+    Tick,
     TierPolled,
+    ToolEnded,
+    ToolNum,
+    ToolStarted,
+    TurnAdopted,
+    TurnAsk,
+    TurnDue,
+    TurnEnd,
     TurnLimited,
+    TurnProgressed,
+    TurnStarted,
+    Unmark,
 )
-from thunderagent.programs.model.records.kept import BranchRecord, ProgramRecord, ProgramsAdopted
-from thunderagent.programs.model.records.learned import CapacityRecord
-from thunderagent.programs.model.records.signals import GpuEnd, GpuSubmit, Signal, ToolNum
-from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.policy import HINT_RATIO
 from thunderagent.programs.scheduler import Scheduler
+from thunderagent.programs.state.accounts import Account
 
 EXAMPLES_COUNT = int(os.environ.get("SCHEDULER_EXAMPLES", "12"))
 """Number of examples for each policy, each of 50 steps; they are new each time, and scripts/nightly has many more."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tests.debian import install
 from tests.real.fault_rig import KEYS, LOCK_S, Rig
-from thunderagent.programs.model.records.kept import ProgramRecord
+from thunderagent.programs.messages import ProgramRecord
 from thunderagent.scale.leader.kept import At, Begins, Whole, encode_record, entry_of
 
 if TYPE_CHECKING:

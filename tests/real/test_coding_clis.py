@@ -21,15 +21,14 @@ from benchmarks.environments import made_once
 from tests.integration.support import running_proxy
 from tests.real.scripted_model import ScriptedModel
 from tests.real.test_integrations import PAGES, Seen, python, run_script  # noqa: F401 - a fixture
-from thunderagent.programs.messages import TurnAsk, TurnEnd
-from thunderagent.programs.model.events import Event
+from thunderagent.programs.messages import Event, TurnAsk, TurnEnd
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import NoReturn
 
     from tests.integration.support import RunningProxy
-    from thunderagent.programs.model.decisions import Decision
+    from thunderagent.programs.messages import Decision
 
 DEADLINE_S = 90.0
 INSTALL_S = 300.0

@@ -18,9 +18,7 @@ import pytest
 from benchmarks.environments import RealEngineError, ensure_environment
 from tests.integration.support import metrics_of, running_proxy
 from tests.real.scripted_model import ScriptedModel
-from thunderagent.programs.messages import TurnAsk, TurnEnd
-from thunderagent.programs.model.decisions import Decision
-from thunderagent.programs.model.events import Event, ProgramReleased
+from thunderagent.programs.messages import Decision, Event, ProgramReleased, TurnAsk, TurnEnd
 from thunderagent.simulator.embedded.options import ServerConfig
 from thunderagent.simulator.embedded.server import running
 from thunderagent.simulator.engine.records import EngineConfig

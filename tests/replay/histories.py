@@ -11,26 +11,17 @@ from typing import Any
 
 from tests.builders import Driver
 from thunderagent.policy_loader import Setting, load_policy
-from thunderagent.programs.messages import TurnAsk, TurnEnd
-from thunderagent.programs.model.events import (
-    ProgramJudged,
-    ProgramOpened,
-    ProgramReleased,
-    ProgramsReleased,
-    Tick,
-    ToolEnded,
-    ToolStarted,
-    TurnDue,
-    TurnProgressed,
-    TurnStarted,
-)
-from thunderagent.programs.model.fleet_events import (
+from thunderagent.programs.messages import (
     EncodesPolled,
     GrantsContinued,
     GrantsSuspended,
     MigrationAsked,
     PrioritySet,
+    ProgramJudged,
     ProgramKilled,
+    ProgramOpened,
+    ProgramReleased,
+    ProgramsReleased,
     ProvisionAsked,
     ReplicaDown,
     ReplicaDraining,
@@ -42,8 +33,16 @@ from thunderagent.programs.model.fleet_events import (
     ReplicaUp,
     ResidencyReported,
     RouteSet,
+    SchedulerSettings,
+    Tick,
+    ToolEnded,
+    ToolStarted,
+    TurnAsk,
+    TurnDue,
+    TurnEnd,
+    TurnProgressed,
+    TurnStarted,
 )
-from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.policy import Policy
 
 SETTINGS = SchedulerSettings(

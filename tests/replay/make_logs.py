@@ -20,7 +20,7 @@ if str(FOLDER.parents[1]) not in sys.path:  # run as a script, Python looks for 
 from tests.builders import Driver  # noqa: E402 - the path must be set first
 from tests.replay import histories  # noqa: E402
 from thunderagent.policy_loader import Setting, load_policy  # noqa: E402
-from thunderagent.programs.model.settings import SchedulerSettings  # noqa: E402
+from thunderagent.programs.messages import SchedulerSettings  # noqa: E402
 from thunderagent.runtime.event_log import EventLogWriter  # noqa: E402
 
 SEED = 20261120

@@ -236,7 +236,9 @@ def tables_read(module: Module) -> Iterator[str]:
     if not module.is_in(*CARRY_BYTES):
         return
     for line, dotted in imports_of(module):
-        known = is_under(dotted, "thunderagent.programs.model") or is_under(dotted, "thunderagent.programs.messages")
+        known = is_under(dotted, "thunderagent.programs.messages") or is_under(
+            dotted, "thunderagent.programs.state.health"
+        )
         if is_under(dotted, "thunderagent.programs") and not known:
             yield f"{module.name}:{line}: {dotted} is the scheduler's"
     for node in ast.walk(module.tree):
@@ -340,23 +342,22 @@ def wrong_imports(module: Module) -> Iterator[str]:
 
 
 # Room of the core, or module beside the rooms: the other parts of the core from which it may import.
-BELOW = frozenset({"messages", "model", "policy", "book", "learned", "rules"})
+BELOW = frozenset({"messages", "state", "policy", "learned", "rules"})
 CORE_ARROWS: dict[str, frozenset[str]] = {
     "messages": frozenset(),
-    "model": frozenset({"messages"}),
-    "policy": frozenset({"messages", "model"}),
-    "book": frozenset({"messages", "model"}),
-    "learned": frozenset({"messages", "model", "policy"}),
-    "rules": frozenset({"messages", "model", "policy", "book"}),
-    "policies": frozenset({"messages", "model", "policy"}),
+    "state": frozenset({"messages"}),
+    "policy": frozenset({"messages", "state"}),
+    "learned": frozenset({"messages", "state", "policy"}),
+    "rules": frozenset({"messages", "state", "policy"}),
+    "policies": frozenset({"messages", "state", "policy", "transitions"}),  # transitions for the type of the view alone
     "transitions": BELOW,
     "handlers": BELOW | {"transitions"},
     "scheduler": BELOW | {"transitions", "handlers"},
     "invariants": BELOW | {"scheduler"},
     "concurrency": frozenset({"scheduler"}),
-    "pools": frozenset({"messages", "model", "book", "scheduler"}),
+    "pools": frozenset({"messages", "state", "scheduler"}),
 }
-CORE_FOLDERS = ("model", "book", "learned", "rules", "policies", "handlers")
+CORE_FOLDERS = ("state", "learned", "rules", "policies", "handlers")
 
 
 def core_room_of(dotted: str) -> str:
@@ -364,22 +365,26 @@ def core_room_of(dotted: str) -> str:
 
 
 def wrong_core_imports(module: Module) -> Iterator[str]:
-    """Find imports of the core against its arrows; imports for a type checker make no circle."""
+    """Find imports of the core against its arrows; those for a type checker count, too."""
     room = core_room_of(module.name)
-    for line, dotted in imports_of(without_typing_blocks(module)):
+    for line, dotted in imports_of(module):
         target = core_room_of(dotted)
         if room and target and target != room and target not in CORE_ARROWS.get(room, frozenset()):
             yield f"{module.name}:{line}: {room} must not import {dotted}"
 
 
-def without_typing_blocks(module: Module) -> Module:
-    """Omit what is under `if TYPE_CHECKING:` at the top of a module."""
-    body = [
-        node
-        for node in module.tree.body
-        if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
-    ]
-    return Module(module.name, ast.Module(body, []), module.is_package)
+def circles(modules: list[Module]) -> Iterator[str]:
+    """Find modules that import each other, directly or through others, for a type checker or not."""
+    names = {module.name for module in modules}
+    left = {module.name: set[str]() for module in modules}
+    for module in modules:
+        for _, dotted in imports_of(module):
+            target = dotted if dotted in names else dotted.rpartition(".")[0]
+            if target in names and target != module.name:
+                left[module.name].add(target)
+    while free := {name for name, targets in left.items() if not targets}:
+        left = {name: targets - free for name, targets in left.items() if name not in free}
+    yield from (f"{name}: in a circle with {', '.join(sorted(targets))}" for name, targets in left.items())
 
 
 # --- Events and decisions are read only ---------------------------------------------------------------------------
@@ -400,18 +405,18 @@ def changed_events(module: Module) -> Iterator[str]:
 SIZES = frozenset({"claim_tokens", "growth_tokens", "reserve_tokens"})
 SUMS = frozenset({"demand_tokens", "active_count", "shared_tokens"})
 WRITERS = {
-    "place": frozenset({"book.book.Book.move", "book.book.Book.pause_until"}),  # it moves many in one batch
+    "place": frozenset({"state.book.Book.move", "state.book.Book.pause_until"}),  # it moves many in one batch
     "size": frozenset({"learned.knowledge.Knowledge.measure_claim"}),  # the next one calls it
-    "measure": frozenset({"book.book.Book.move", "book.book.Book.resize"}),
-    "size of a place": frozenset({"book.book.Book.resize"}),
-    "who is in a place": frozenset({f"book.book.Book.{name}" for name in ("open", "move", "enter_anew", "act_anew")}),
+    "measure": frozenset({"state.book.Book.move", "state.book.Book.resize"}),
+    "size of a place": frozenset({"state.book.Book.resize"}),
+    "who is in a place": frozenset({f"state.book.Book.{name}" for name in ("open", "move", "enter_anew", "act_anew")}),
 }
 """The fields for a program's place and size, and their allowed writers."""
 
 
 def wrong_writers(module: Module) -> Iterator[str]:
     """Find forbidden writers of a program's place, its claims, or a sum of them."""
-    in_book = core_room_of(module.name) == "book" or module.is_in("thunderagent.programs.model.places")
+    in_book = core_room_of(module.name) == "state"
     for where, node in _within(module.tree, module.name.removeprefix("thunderagent.programs.")):
         written = ""
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
@@ -827,16 +832,28 @@ def test_where_a_program_stands_has_one_writer() -> None:
 
 
 def test_a_wrong_import_in_the_core_is_found() -> None:
-    """The rule finds each kind of arrow against the layers, and none that only a type checker sees."""
-    wrong = "from thunderagent.programs.book.book import Book"
-    assert list(wrong_core_imports(module_of(wrong, "thunderagent.programs.model.program")))
+    """The rule finds each kind of arrow against the layers, also one that only a type checker sees."""
+    wrong = "from thunderagent.programs.rules.limits import Limits"
+    assert list(wrong_core_imports(module_of(wrong, "thunderagent.programs.state.program")))
     assert list(wrong_core_imports(module_of(wrong, "thunderagent.programs.policies.baselines.cap")))
     assert list(
         wrong_core_imports(module_of("import thunderagent.programs.transitions", "thunderagent.programs.rules.limits"))
     )
-    assert not list(wrong_core_imports(module_of(wrong, "thunderagent.programs.rules.limits")))
+    assert not list(wrong_core_imports(module_of(wrong, "thunderagent.programs.transitions")))
     typed = f"if TYPE_CHECKING:\n    {wrong}"
-    assert not list(wrong_core_imports(module_of(typed, "thunderagent.programs.model.program")))
+    assert list(wrong_core_imports(module_of(typed, "thunderagent.programs.state.program")))
+
+
+def test_no_modules_of_the_core_import_each_other() -> None:
+    """Nor do they through a third one, or for a type checker alone."""
+    assert list(circles(core())) == []
+    ring = [
+        module_of(
+            f"if TYPE_CHECKING:\n    from thunderagent.programs.{other} import X", f"thunderagent.programs.{name}"
+        )
+        for name, other in (("a", "b"), ("b", "c"), ("c", "a"))
+    ]
+    assert len(list(circles(ring))) == len(ring)
 
 
 def test_the_core_is_pure() -> None:
@@ -1030,7 +1047,7 @@ def test_an_impurity_is_found(source: str) -> None:
 def test_pure_code_is_let_through() -> None:
     """Arithmetic, data structures and our own errors give no error."""
     source = (
-        "import heapq\nfrom collections.abc import Iterator\nfrom thunderagent.programs.book.accounts import Ledger"
+        "import heapq\nfrom collections.abc import Iterator\nfrom thunderagent.programs.state.accounts import Ledger"
     )
     assert list(impurities(module_of(source))) == []
 
@@ -1057,9 +1074,10 @@ def test_what_a_compiled_module_may_do_is_let_through() -> None:
 
 def test_a_class_that_is_made_from_a_compiled_one_is_found() -> None:
     """This holds under any name, also if the base has parameters."""
-    compiled = {"thunderagent.programs.book": {"Ranked", "Book"}}
+    compiled = {"thunderagent.programs.state.book": {"Ranked", "Book"}}
     source = (
-        "from thunderagent.programs.book import Ranked as R, Book\nclass Mine(R[int]): ...\nclass Other: book: Book"
+        "from thunderagent.programs.state.book import Ranked as R, Book\n"
+        "class Mine(R[int]): ...\nclass Other: book: Book"
     )
     found = list(compiled_bases(module_of(source, "thunderagent.runtime"), compiled))
     assert [each.partition(" ")[0] for each in found] == ["thunderagent.runtime:2:"]

@@ -20,8 +20,8 @@ def package(tmp_path: Path) -> Path:
     """A package whose core has two modules, one that must be interpreted, and a policy with a part that need not be."""
     for name, text in {
         "programs/scheduler.py": "STEP = 1\n",
-        "programs/book/costs.py": "COST = 2\n",
-        "programs/model/events.py": '"""Events."""\n\n# interpreted: its types are read\n',
+        "programs/state/costs.py": "COST = 2\n",
+        "programs/messages.py": '"""Events."""\n\n# interpreted: its types are read\n',
         "programs/policies/cap.py": "N = 8\n",
         "programs/policies/helpers.py": '"""Helpers."""\n\n# compiled: every turn asks\n',
         "runtime/writer.py": '"""Runtime."""\n\n# compiled: every turn asks\n',
@@ -44,15 +44,15 @@ def compile_all(package: Path) -> None:
 def test_compiled_is_the_core_but_what_says_it_is_interpreted_and_of_the_shell_what_says_so(package: Path) -> None:
     """This holds wherever the modules are; policies count as shell."""
     names = [path.relative_to(package).as_posix() for path in compiled_sources(package)]
-    core = ["programs/book/costs.py", "programs/policies/helpers.py", "programs/scheduler.py"]
+    core = ["programs/policies/helpers.py", "programs/scheduler.py", "programs/state/costs.py"]
     assert names == [*core, "proxy/wire/heads.py", "runtime/writer.py"]
 
 
-def test_of_this_package_the_scheduler_and_the_wire_are_compiled_and_fleet_events_are_not() -> None:
+def test_of_this_package_the_scheduler_and_the_wire_are_compiled_and_messages_are_not() -> None:
     """The event log reads the types of their fields, and policy loading those of settings."""
     names = {path.name for path in compiled_sources(PACKAGE)}
-    assert {"scheduler.py", "events.py", "areas.py", "heads.py", "server.py", "identity.py"} <= names
-    assert not {"fleet_events.py", "breakeven.py", "least_area.py"} & names
+    assert {"scheduler.py", "book.py", "areas.py", "heads.py", "server.py", "identity.py"} <= names
+    assert not {"messages.py", "breakeven.py", "least_area.py"} & names
 
 
 def test_sources_alone_are_interpreted_and_compiled_ones_say_so(package: Path) -> None:
@@ -61,7 +61,7 @@ def test_sources_alone_are_interpreted_and_compiled_ones_say_so(package: Path) -
     assert kind_of(package) == "compiled"
 
 
-@pytest.mark.parametrize("name", ["programs/policies/cap.py", "proxy/app.py", "programs/model/events.py"])
+@pytest.mark.parametrize("name", ["programs/policies/cap.py", "proxy/app.py", "programs/messages.py"])
 def test_what_is_interpreted_may_change(package: Path, name: str) -> None:
     compile_all(package)
     with (package / name).open("a") as source:

@@ -37,14 +37,11 @@ from thunderagent.cli.serve import LIST_FIELDS
 from thunderagent.config import ENVIRONMENT_PREFIX, ServeConfig
 from thunderagent.policy_loader import PRESETS, load_policy
 from thunderagent.programs.invariants import check
-from thunderagent.programs.messages import TurnAsk, TurnEnd
-from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.events import ProgramReleased, Tick
-from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
-from thunderagent.programs.model.places import ALLOWED
+from thunderagent.programs.messages import ProgramReleased, Reason, ReplicaPolled, ReplicaUp, Tick, TurnAsk, TurnEnd
 from thunderagent.programs.policies import PARTS, POLICIES
 from thunderagent.programs.policy import AccountView, Policy, ProgramView, ReplicaView, View
 from thunderagent.programs.scheduler import Scheduler
+from thunderagent.programs.state.program import ALLOWED
 from thunderagent.proxy.judge.prompt import DEFAULT_PROMPT
 from thunderagent.proxy.watch.event_feed import KINDS, SIGNAL_KINDS
 from thunderagent.simulator.comparison.contestants import Contestant

@@ -8,7 +8,7 @@ import pytest
 from tests.builders import asked
 from thunderagent.leases import Lease, LeaseSource, ReplicaMap, ReplicaState, TurnAsk, TurnEnd
 from thunderagent.leases.open_lease import OpenLease
-from thunderagent.programs.model.fleet_events import ReplicaPolled
+from thunderagent.programs.messages import ReplicaPolled
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.runtime import Runtime

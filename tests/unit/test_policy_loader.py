@@ -19,7 +19,7 @@ OWN_POLICY = '''
 from dataclasses import dataclass
 from math import inf
 
-from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.messages import Reason
 from thunderagent.programs.policy import ClaimRules, Placement, Policy
 from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.policies.helpers import restore_waiting

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.messages import Reason
 from thunderagent.programs.policies.helpers import restore_waiting
 from thunderagent.programs.policy import Moment, Placement, Policy, ProgramView, ReplicaView, View
 
@@ -57,8 +57,8 @@ TOY_RULE = '''\
 
 from __future__ import annotations
 
-from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.rules.verbs import Verbs
+from thunderagent.programs.messages import Reason
+from thunderagent.programs.rules import Verbs
 
 MOST_S = 5.0
 

@@ -23,9 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
 
-from thunderagent.programs.messages import Outcome, TurnAsk, TurnEnd, TurnHint
-from thunderagent.programs.model.decisions import Decision
-from thunderagent.programs.model.events import Event
+from thunderagent.programs.messages import Decision, Event, Outcome, TurnAsk, TurnEnd, TurnHint
 
 if TYPE_CHECKING:
     from thunderagent.leases.open_lease import OpenLease

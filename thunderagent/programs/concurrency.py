@@ -23,10 +23,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from math import ceil, inf
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-if TYPE_CHECKING:
-    from thunderagent.programs.scheduler import Scheduler
+from thunderagent.programs.scheduler import Scheduler
 
 WAITING_RATIO: Final = 0.5
 """How many programs should wait, as a ratio of those that memory carries."""

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from math import inf, isclose
 
-from thunderagent.programs.book.book import Book
-from thunderagent.programs.book.paused_queue import QueuePlace
-from thunderagent.programs.book.prefixes import PrefixTree
-from thunderagent.programs.book.replica import Replica
-from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.places import Kind, Phase, Place
-from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.ranked_set import RankedSet
+from thunderagent.programs.messages import Reason
 from thunderagent.programs.rules.families import family_of
 from thunderagent.programs.rules.routes import serving
 from thunderagent.programs.scheduler import Scheduler
+from thunderagent.programs.state.book import Book
+from thunderagent.programs.state.paused_queue import QueuePlace
+from thunderagent.programs.state.prefixes import PrefixTree
+from thunderagent.programs.state.program import Kind, Phase, Place, Program
+from thunderagent.programs.state.ranked_set import RankedSet
+from thunderagent.programs.state.replica import Replica
 
 
 class _Story:

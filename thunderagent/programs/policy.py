@@ -36,18 +36,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from math import inf
-from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Final, NamedTuple, Protocol, TypeVar
 
-from thunderagent.programs.model.advice.routes import RouteView
-from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.fleet_events import SandboxSums
-from thunderagent.programs.model.ranked_set import Rank
-from thunderagent.programs.model.records.learned import LengthsRecord
-from thunderagent.programs.model.records.signals import Signal
-
-if TYPE_CHECKING:
-    from thunderagent.programs.model.advice.verdicts import Level
-    from thunderagent.programs.model.places import Phase, Status
+from thunderagent.programs.messages import LengthsRecord, Reason, SandboxSums, Signal
+from thunderagent.programs.state.program import Level, Phase, RouteView, Status, Turn
+from thunderagent.programs.state.ranked_set import Rank
 
 SomeReplica = TypeVar("SomeReplica", bound="ReplicaView")
 
@@ -99,6 +92,19 @@ class Placement(NamedTuple):
 Observe = Callable[["View", Signal], None]
 
 
+class Learner(Protocol):
+    """Learns from turns and programs as they go, without a signal made for it."""
+
+    def turn_granted(self, program: ProgramView, turn: Turn, held_s: float, /) -> None:
+        """Hear that a turn goes to its replica, for which it waited `held_s`; the program does not count it yet."""
+
+    def turn_ended(self, view: View, program: ProgramView, turn: Turn, finished: bool, /) -> None:
+        """Hear that a turn that was in flight is over; not `finished` if it failed or its client left."""
+
+    def program_ended(self, view: View, program: ProgramView, /) -> None:
+        """Hear that a program ended."""
+
+
 class Part:
     """What a policy and each of its parts have."""
 
@@ -113,6 +119,10 @@ class Part:
     def observers(self) -> Sequence[Observe]:
         """Return what hears each signal: `observe`, if it has one of its own."""
         return () if type(self).observe is Part.observe else (self.observe,)
+
+    def learners(self) -> Sequence[Learner]:
+        """Return what hears of turns and programs alone, which costs less than signals."""
+        return ()
 
 
 class Policy(Part, ABC):
@@ -186,14 +196,17 @@ class Policy(Part, ABC):
         return False
 
     @property
+    def decider(self) -> Any:
+        """What is asked to place, balance and hold in its place: itself, unless a part of it that is compiled answers.
+
+        It is Any, because that takes the one class of views that there is, for its speed, and not just any `View`.
+        """
+        return self
+
+    @property
     def holds_nobody(self) -> bool:
         """Whether it never holds a program for lack of memory: then orders and victims have no effect."""
         return False
-
-    @property
-    def observes_all(self) -> bool:
-        """Whether its observers want signals of tools and first tokens, too, not only of turns and programs' ends."""
-        return True
 
     @property
     def admission(self) -> Admission | None:

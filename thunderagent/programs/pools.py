@@ -32,34 +32,32 @@ from typing import Any
 
 from msgspec import structs
 
-from thunderagent.programs.book.replica import Replica
-from thunderagent.programs.messages import TurnAsk
-from thunderagent.programs.model.decisions import Decision, Release
-from thunderagent.programs.model.events import (
+from thunderagent.programs.messages import (
+    Decision,
     Event,
+    GrantsSuspended,
+    ModelAsked,
+    ModelServed,
     ProgramCrowdedOut,
     ProgramJudged,
     ProgramOpened,
     ProgramReleased,
     ProgramsReleased,
-    Tick,
-    TurnAdopted,
-)
-from thunderagent.programs.model.fleet_events import (
-    GrantsSuspended,
-    ModelAsked,
-    ModelServed,
     ProvisionAsked,
+    Release,
     ReplicaDraining,
     ReplicaRemoved,
     ReplicaTripped,
     ReplicaUp,
     RouteSet,
+    Tick,
+    TurnAdopted,
+    TurnAsk,
     TurnLimited,
 )
-from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.turn import Turn
 from thunderagent.programs.scheduler import Scheduler
+from thunderagent.programs.state.program import Program, Turn
+from thunderagent.programs.state.replica import Replica
 
 Listener = Callable[[Any], None]
 

@@ -16,7 +16,7 @@ Each event does three things, in this order:
 3. The rules *settle* what applies under every policy (`rules/`): turns whose clients would give up are let in, and
    turns of programs whose parents wait for them; what tenants had is counted.
 
-A program's state is its place (`model/places.py`). Only `Book.move` changes it, and only `Book.resize` changes its
+A program's state is its place (`state/program.py`). Only `Book.move` changes it, and only `Book.resize` changes its
 size. Sums, orders, story and decisions are updated there, so a policy never sees a claim that is in no sum, or in two.
 The verbs are in `transitions.py`; signals tell a policy what it wants to hear (`Stream`).
 """
@@ -27,28 +27,22 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
-from thunderagent.programs.book.book import Book
-from thunderagent.programs.book.paused_queue import PausedQueue
-from thunderagent.programs.book.replica import Replica
-from thunderagent.programs.handlers.adoption import Adoption
-from thunderagent.programs.handlers.anonymous import Anonymous
-from thunderagent.programs.handlers.arrivals import Arrivals
 from thunderagent.programs.handlers.fleet import Fleet
-from thunderagent.programs.handlers.lives import Lives
 from thunderagent.programs.handlers.operator import Operator
-from thunderagent.programs.handlers.turns import Turns
+from thunderagent.programs.handlers.programs import Adoption, Lives
+from thunderagent.programs.handlers.turns import Anonymous, Arrivals, Turns
 from thunderagent.programs.learned.knowledge import LEAST_IDLE_LIMIT_S, Knowledge
-from thunderagent.programs.model.decisions import Decision
-from thunderagent.programs.model.events import Event, Tick, TurnDue
-from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.records.learned import LearnedRecord
-from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.messages import Decision, Event, LearnedRecord, SchedulerSettings, Tick, TurnDue
 from thunderagent.programs.policy import Moment, Policy
+from thunderagent.programs.rules import Rule
 from thunderagent.programs.rules.families import Families
 from thunderagent.programs.rules.limits import Limits
 from thunderagent.programs.rules.patience import Deadlines
 from thunderagent.programs.rules.tenants import Tenants
-from thunderagent.programs.rules.verbs import Rule
+from thunderagent.programs.state.book import Book
+from thunderagent.programs.state.paused_queue import PausedQueue
+from thunderagent.programs.state.program import Program
+from thunderagent.programs.state.replica import Replica
 from thunderagent.programs.transitions import Core, GlobalPolicies, Operations, Placing, SchedulerView, Stream
 
 OVERCOMMITTED_RATIO: Final = 1.1
@@ -88,7 +82,7 @@ class Scheduler:
         self.deadlines = Deadlines(settings.patience_margin_s, settings.patience_ratio)
         self.limits = Limits(book, settings, self.knowledge.idle_limit_s, LEAST_IDLE_LIMIT_S)
         self.view = view = SchedulerView(book, provisions_replicas=settings.provisions_replicas)
-        self.stream = Stream(book, self.knowledge, view, policy.observers(), observes_all=policy.observes_all)
+        self.stream = Stream(book, self.knowledge, view, policy.observers(), policy.learners())
         self.global_policies = GlobalPolicies(policy, book, view)
         self.core = core = Core(
             policy,
@@ -218,7 +212,7 @@ class Scheduler:
         book = self.book
         others_wait = bool(book.ledger.waiting_count)
         for replica in book.granting_replicas:
-            account, correction = book.touch(replica), self.knowledge.correction(replica.replica_id)
+            account, correction = book.touch(replica), self.knowledge.corrections[replica.replica_id]
             in_demand = others_wait and account.demand_tokens >= IN_DEMAND_RATIO * account.limit_tokens
             full = correction.computed_tokens >= account.limit_tokens
             wanted, idle_s = in_demand and full, account.idle_held_s
@@ -234,5 +228,4 @@ class Scheduler:
         """Plan for each replica how long programs are held: a plan that no tool asks for stays true, too."""
         now_s = self.book.now_s
         for replica in self.book.granting_replicas:
-            account = replica.account
-            self.knowledge.holding(replica.replica_id, account.assumed_tokens, account.own_ratio, now_s)
+            self.knowledge.holding(replica.replica_id, replica.account, now_s)

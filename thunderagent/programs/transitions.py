@@ -55,32 +55,36 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf, isfinite
 from typing import Final
 
-from thunderagent.programs.book.book import Book
-from thunderagent.programs.book.replica import Replica
 from thunderagent.programs.learned.knowledge import Knowledge
 from thunderagent.programs.learned.trust import RIGHT
-from thunderagent.programs.model.advice.hints import DROP, OFFLOAD, RETAIN, Hint
-from thunderagent.programs.model.advice.routes import RouteView, Scope, Targets
-from thunderagent.programs.model.decisions import EndReplica, Grant, Provision, Reason, Reject, SetPriority
-from thunderagent.programs.model.events import ProgramHinted
-from thunderagent.programs.model.fleet_events import SandboxSums
-from thunderagent.programs.model.places import LEAVING, REASONING, Kind, Phase, Place
-from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.records.signals import (
+from thunderagent.programs.messages import (
+    DROP,
+    OFFLOAD,
+    RETAIN,
+    EndReplica,
     GpuEnd,
     GpuFirstToken,
     GpuSubmit,
+    Grant,
     ProgramEnd,
+    ProgramHinted,
+    Provision,
+    Reason,
+    Reject,
+    SandboxSums,
+    Scope,
+    SetPriority,
     Signal,
+    Targets,
     ToolEnd,
     ToolNum,
     ToolStart,
 )
-from thunderagent.programs.model.turn import MAIN_BRANCH, Branch, Turn
 from thunderagent.programs.policy import (
     Admission,
     EnginePriority,
     GlobalPolicy,
+    Learner,
     Moment,
     Observe,
     Placement,
@@ -95,6 +99,21 @@ from thunderagent.programs.rules.limits import Limits
 from thunderagent.programs.rules.patience import Deadlines
 from thunderagent.programs.rules.program_limits import ProgramLimiter
 from thunderagent.programs.rules.routes import Routing, serving
+from thunderagent.programs.state.book import Book
+from thunderagent.programs.state.program import (
+    LEAVING,
+    MAIN_BRANCH,
+    REASONING,
+    Branch,
+    Hint,
+    Kind,
+    Phase,
+    Place,
+    Program,
+    RouteView,
+    Turn,
+)
+from thunderagent.programs.state.replica import Replica, ReplicaPlace, replica_of
 
 
 class Core:
@@ -116,6 +135,8 @@ class Core:
     ) -> None:
         """Work on these parts for `policy`."""
         self.policy = policy
+        self.decider = policy.decider
+        """What answers for the policy: it is asked to place, balance and hold."""
         self.view = view
         self.book = book
         self.knowledge = knowledge
@@ -170,7 +191,7 @@ class Core:
         paused = self.book.pause_until(replica, most_tokens, reason, least_count)
         self.limits.look_away_from_all(paused)
         self.knowledge.tools_censored(paused, self.book.now_s)
-        for program in paused if self.families or self.admission is not None else ():
+        for program in paused if self.families.children or self.admission is not None else ():
             self.families.lost_claim(program)
             self.watch_paused(program)
 
@@ -188,9 +209,8 @@ class Core:
         book = self.book
         was_reasoning = program.place.kind is not Kind.ACTING
         self.limits.look_away(program)
-        if self.stream.flows:
-            for turn in program.in_flight.values():
-                self.stream.lost(turn)
+        for turn in program.in_flight.values():
+            self.stream.lost(turn)
         program.lost.update(program.in_flight)
         program.in_flight.clear()
         self.leave(program, book.paused_place(program), reason)
@@ -243,7 +263,8 @@ class Core:
 
     def asked(self, program: Program, replica: Replica) -> Placement:
         """Ask the policy whether a program may be active on that replica now."""
-        return self.policy.place(self.view, program, [replica])
+        placement: Placement = self.decider.place(self.view, program, [replica])
+        return placement
 
     def go_on(self, program: Program, replica: Replica) -> None:
         """Grant the held turns of a stalled program, because grants go on there."""
@@ -269,7 +290,7 @@ class Core:
     def tool_began(self, program: Program) -> None:
         """Note that a program's tool runs from now on."""
         self.knowledge.tool_began(program)
-        if self.stream.flows_whole:
+        if self.stream.flows:
             self.stream.tool_began(program)
 
     def reject(self, turn: Turn, reason: Reason) -> None:
@@ -291,7 +312,7 @@ class Core:
             book.rank_anew(program)
             program.note(book.now_s, "mark", reason, program.replica_id)
             return
-        book.move(program, program.place.replica.leaving, reason)
+        book.move(program, replica_of(program).leaving, reason)
         for turn in program.held.values():  # until grants go on there
             self.deadlines.add(turn)
 
@@ -300,7 +321,7 @@ class Core:
 
         Turns that were held because it was to leave are then granted.
         """
-        book, replica = self.book, program.place.replica
+        book, replica = self.book, replica_of(program)
         if cause is not None:
             del program.leaves_for[cause]
         else:
@@ -338,7 +359,7 @@ class Core:
         if book.queue.routed:
             place_is_free = book.active_count < self.active_before_count  # room that all replicas share
             self.routing.let_in(self, everywhere=moment is not Moment.TURN_ENDED or place_is_free)
-        self.policy.balance(self.view, moment)
+        self.decider.balance(self.view, moment)
         book.changed_replicas.clear()
 
     def admit(self, moment: Moment) -> None:
@@ -388,25 +409,31 @@ class Core:
 
     # --- the end of a program ---------------------------------------------------------------------------------------
 
-    def end(self, program: Program, reason: Reason) -> None:
+    def end(self, program: Program, reason: Reason) -> None:  # noqa: C901, PLR0912 - what does not apply is not called
         """End a program: reject its held turns, and let those in flight finish as turns without a program."""
         book, place = self.book, program.place
-        replica = place.replica if place.active else None
-        if self.stream.flows:
-            for turn in program.in_flight.values():
-                self.stream.lost(turn)
+        replica = place.replica if isinstance(place, ReplicaPlace) else None
+        for turn in program.in_flight.values():
+            self.stream.lost(turn)
         tool_ran = program.tool_runs
         if program.hint is not None:
             self.hints.program_ended(program)
         self.knowledge.program_ended(program, book.now_s)
+        for learner in self.stream.learners:
+            learner.program_ended(self.view, program)
         if self.stream.flows:
-            if tool_ran and self.stream.flows_whole:
+            if tool_ran:
                 self.stream.tools_changed()
             self.stream.program_ended(program)
-        book.leave_group(program)
-        self.families.leave(program)
-        self.global_policies.program_ended(program)
-        self.routing.routes.program_ended(program)
+        if program.group is not None:
+            book.leave_group(program)
+        if program.parent_id:
+            self.families.leave(program)
+        if self.global_policies.name is not None:
+            self.global_policies.program_ended(program)
+        routes = self.routing.routes
+        if routes.count or routes.by_model:
+            routes.program_ended(program)
         for turn in program.held.values():
             del book.turns[turn.turn_id]
             self.leases.wait_ends(program, turn)
@@ -415,8 +442,10 @@ class Core:
         if program.look_again_s < inf:
             self.program_limits.forget(program)
         if replica is not None:
-            replica.residency.leave(program.generation, program.context_tokens)
-            self.families.lost_claim(program)
+            if program.in_flight:
+                replica.residency.leave(program.generation, program.context_tokens)
+            if program.parent_id:
+                self.families.lost_claim(program)
         self.limits.ended(program)
         book.move(program, book.ended, reason)
         if replica is not None and program.in_flight:
@@ -433,34 +462,32 @@ Listener = Callable[[Signal], None]
 
 
 class Stream:
-    """The information stream of one scheduler."""
+    """Who hears what happens in one scheduler: the learners of its policy, and by signals its observers and others."""
 
-    __slots__ = ("_book", "_knowledge", "_listeners", "_observers", "_observes_all", "_view", "flows", "flows_whole")
+    __slots__ = ("_book", "_knowledge", "_listeners", "_observers", "_view", "flows", "learners")
 
     def __init__(
-        self, book: Book, knowledge: Knowledge, view: View, observers: Sequence[Observe], *, observes_all: bool
+        self, book: Book, knowledge: Knowledge, view: View, observers: Sequence[Observe], learners: Sequence[Learner]
     ) -> None:
-        """Start without listeners; `observers` of the policy hear, with its `view`, all signals, or turns and ends."""
+        """Start without listeners; `observers` of the policy hear all signals, with its `view`."""
         self._book = book
         self._knowledge = knowledge
         self._observers = tuple(observers)
         self._listeners: tuple[Listener, ...] = ()
         self._view = view
-        self._observes_all = bool(observers) and observes_all
+        self.learners = tuple(learners)
+        """They are told directly: no signal is made for them."""
         self.flows = bool(observers)
-        """Whether anybody wants signals of turns and of programs' ends: check before making one."""
-        self.flows_whole = self._observes_all
-        """Whether anybody wants signals of tools and of first tokens, too."""
+        """Whether anybody wants signals: check before making one."""
 
     def listen(self, listener: Listener) -> Callable[[], None]:
         """Call `listener` with each new signal; return a function that ends that."""
         self._listeners = (*self._listeners, listener)
-        self.flows = self.flows_whole = True
+        self.flows = True
 
         def stop() -> None:
             self._listeners = tuple(other for other in self._listeners if other is not listener)
             self.flows = bool(self._observers) or bool(self._listeners)
-            self.flows_whole = self._observes_all or bool(self._listeners)
 
         return stop
 
@@ -494,9 +521,13 @@ class Stream:
         )
 
     def lost(self, turn: Turn) -> None:
-        """Report the end of a turn without usage: what it computed is a guess."""
-        whole_tokens = turn.prompt_tokens + turn.output_tokens
-        self.ended(turn, whole_tokens, whole_tokens - turn.resident_tokens, finished=False)
+        """Report the end of a turn without usage, if it was in flight: what it computed is a guess."""
+        if turn.account_id is not None and turn.program is not None:
+            for learner in self.learners:
+                learner.turn_ended(self._view, turn.program, turn, False)
+        if self.flows:
+            whole_tokens = turn.prompt_tokens + turn.output_tokens
+            self.ended(turn, whole_tokens, whole_tokens - turn.resident_tokens, finished=False)
 
     def tool_began(self, program: Program) -> None:
         """Report that a program's tool began."""
@@ -633,7 +664,11 @@ class Leases:
             turn.account_id = replica.replica_id
             turn.granted_s, turn.granted_flight_s = self._book.now_s, account.flight_s
             turn.resident_tokens = resident_tokens if resident_tokens < turn.prompt_tokens else turn.prompt_tokens
-            account.turn_granted()
+            account.turn_count += 1
+            if account.pending_encode_count is not None:
+                account.pending_encode_count += 1  # one image of it, as far as known
+            for learner in self._stream.learners:
+                learner.turn_granted(program, turn, turn.granted_s - turn.arrived_s)
             if self._stream.flows:  # listeners find the turns before it in the program's count
                 self._stream.submitted(program, turn)
             program.in_flight[turn.turn_id] = turn
@@ -654,7 +689,8 @@ class Leases:
         program.hold_reason = ""
         held, program.held = program.held, {}
         if held:
-            replica.use_memory(program, self.begin_flights(program, list(held.values()), replica))
+            shared_tokens = self.begin_flights(program, list(held.values()), replica)
+            replica.residency.use(program.generation, program.claim_tokens - shared_tokens)
         for turn in held.values():
             self.grant(program, turn, reason)
 
@@ -675,7 +711,9 @@ class Leases:
         replica_id = least_loaded(candidates).replica_id
         account = self._book.touch(self._book.replicas[replica_id])
         account.claim_other(turn.claim_tokens)
-        account.turn_granted()
+        account.turn_count += 1
+        if account.pending_encode_count is not None:
+            account.pending_encode_count += 1
         turn.account_id = replica_id
         turn.granted_s, turn.granted_flight_s = self._book.now_s, account.flight_s
         self._book.decisions.append(Grant(turn.turn_id, None, replica_id, Reason.ANONYMOUS))
@@ -693,12 +731,12 @@ def engine_priority(program: Program, replica_id: str, policy_priority: int | No
 class Placing:
     """Finds where programs may go. It changes nothing."""
 
-    __slots__ = ("_book", "_families", "_overdraft_ratio", "_policy", "some_encode", "view")
+    __slots__ = ("_book", "_decider", "_families", "_overdraft_ratio", "some_encode", "view")
 
     def __init__(self, book: Book, policy: Policy, families: Families, overdraft_ratio: float, view: View) -> None:
         """Ask `policy` about what is in `book`."""
         self._book = book
-        self._policy = policy
+        self._decider = policy.decider
         self._families = families
         self._overdraft_ratio = overdraft_ratio
         self.view = view
@@ -777,9 +815,9 @@ class Placing:
         Of replicas where it fits, one with fewer images to encode comes first: they are encoded one after the other.
         """
         nearer = self._nearer_to_encode(candidates, program) if self.some_encode else ()
-        placement = self._policy.place(self.view, program, nearer or candidates)
+        placement: Placement = self._decider.place(self.view, program, nearer or candidates)
         if nearer and placement.reason is not Reason.FITS:
-            placement = self._policy.place(self.view, program, candidates)
+            placement = self._decider.place(self.view, program, candidates)
         target = self.granting(placement.replica)
         if target is None and self.parent_claims(program):
             beyond = self.beyond_limit(program, candidates)
@@ -852,7 +890,7 @@ class Hints:
         """Work on the parts of `core`."""
         self._core = core
         self.threshold_s: Callable[[View, ProgramView], float] | None = (
-            core.policy.hold_threshold_s if core.policy.holds_by_cost else None
+            core.decider.hold_threshold_s if core.policy.holds_by_cost else None
         )
         """For how long holding a program pays; None if the policy does not say."""
         self._hint_ratio: float = core.policy.hint_ratio
@@ -929,7 +967,7 @@ class Hints:
     def _has_room(self, program: Program) -> bool:
         """Return whether the limit for hints has room for this claim, where it is."""
         place = program.place
-        if not place.active or place.kind is Kind.LEAVING:
+        if not isinstance(place, ReplicaPlace) or place.kind is Kind.LEAVING:
             return False
         replica = place.replica
         others_tokens = replica.acting.hint_tokens - (program.claim_tokens if program.hint_keeps else 0)
@@ -1010,7 +1048,7 @@ class TurnEnds:
     def drop(self, turn: Turn, outcome: str) -> None:
         """End a turn that leaves no usage."""
         program = turn.program
-        if program is not None and self._core.stream.flows:
+        if program is not None:
             self._core.stream.lost(turn)
         if turn.account_id is not None:
             account = self._core.book.replicas[turn.account_id].account
@@ -1044,11 +1082,14 @@ class TurnEnds:
             if not program.held and program.look_again_s < inf:
                 self._core.program_limits.forget(program)
         elif program.in_flight.pop(turn.turn_id, None) is not None:
-            book, replica = self._core.book, program.place.replica
+            book, place = self._core.book, program.place
+            assert isinstance(place, ReplicaPlace), program
+            replica = place.replica
             book.changes(replica).turn_count -= 1
             if not program.in_flight:
-                left_tokens = book.prefixes.own_tokens(program, program.context_tokens, replica.replica_id)
-                replica.residency.leave(program.generation, left_tokens)
+                others_tokens, repeated_tokens = book.prefixes.shared_on(program, replica.replica_id)
+                left_tokens = program.context_tokens - others_tokens - repeated_tokens
+                replica.residency.leave(program.generation, left_tokens if left_tokens > 0 else 0)
 
     def forget_branches(self, program: Program, ended: Turn, *, finished: bool) -> None:
         """Drop side branches of a program that are not used again."""
@@ -1059,7 +1100,7 @@ class TurnEnds:
     def leave_prefixes(self, program: Program, forgotten: list[Branch]) -> None:
         """Remove a program's former branches from what others share there."""
         if program.place.active:
-            account = self._core.book.changes(program.place.replica)
+            account = self._core.book.changes(replica_of(program))
             self._core.book.prefixes.leave(program, account, forgotten)
 
     def _forget_prefix(self, program: Program, dropped: Turn) -> None:
@@ -1081,7 +1122,7 @@ class TurnEnds:
             self._turns_ended(program, tool_begins=tool_begins)
         else:
             if place.kind is Kind.STALLED and not program.held:
-                book.move(program, place.replica.working)
+                book.move(program, replica_of(program).working)
             book.resize(program)
         if not program.place.active:
             program.place.rank(program)
@@ -1098,13 +1139,15 @@ class TurnEnds:
         program.tool_ends_count = 0
         self._core.limits.hear_of(program)
         if tool_begins:
-            self._core.tool_began(program)
-        program.hold_until_s = book.now_s + self._core.policy.hold_s(self._core.view, program)
+            self._core.knowledge.tool_began(program)
+            if self._core.stream.flows:
+                self._core.stream.tool_began(program)
+        program.hold_until_s = book.now_s + self._core.decider.hold_s(self._core.view, program)
         if (hint := program.hint) is not None:
             program.hold_until_s, program.hint_keeps = self._core.hints.hold_until_s(
                 program, hint, program.hold_until_s
             )
-        if place.active and place.kind is not LEAVING:
+        if isinstance(place, ReplicaPlace) and place.kind is not LEAVING:
             book.move(program, place.replica.acting, resized=True)
             self._core.limits.watch(program)
             return
@@ -1270,7 +1313,7 @@ class Operations:
 
 
 class SchedulerView:
-    """The policy's window on the scheduler: see `model.view.View`, whose members these are."""
+    """The policy's window on the scheduler: see `policy.View`, whose members these are."""
 
     __slots__ = ("_book", "_core", "_operations", "_provisions_replicas", "previous_tick_s")
     _core: Core
@@ -1308,7 +1351,11 @@ class SchedulerView:
     @property
     def changed_replicas(self) -> list[Replica]:
         """See `View`."""
-        return [replica for replica in self._book.changed_replicas.values() if replica.account.usable]
+        changed: list[Replica] = []
+        for replica in self._book.changed_replicas.values():
+            if replica.account.usable:
+                changed.append(replica)  # noqa: PERF401 - a comprehension costs a call where nothing is compiled
+        return changed
 
     def roomiest(self, ratio: float, count: int) -> list[Replica]:
         """See `View`."""
@@ -1383,7 +1430,8 @@ class SchedulerView:
 
     def first_waiting(self) -> Program | None:
         """See `View`."""
-        return self._book.queue.waiting.order.first()
+        waiting = self._book.queue.waiting
+        return waiting.order.first() if waiting.count else None
 
     def waiting(self) -> Iterator[ProgramView]:
         """See `View`."""
@@ -1443,10 +1491,9 @@ class SchedulerView:
     def hold_threshold_s(self, replica_id: str | None) -> float:
         """See `View`."""
         account = self._book.ledger.accounts.get(replica_id) if replica_id is not None else None
-        if account is None:
+        if replica_id is None or account is None:
             return 0.0
-        plan = self._core.knowledge.holding(replica_id, account.assumed_tokens, account.own_ratio, self._book.now_s)
-        return plan.threshold_s
+        return self._core.knowledge.holding(replica_id, account, self._book.now_s).threshold_s
 
     @property
     def growth_tokens_per_s(self) -> float:

@@ -28,9 +28,7 @@ import structlog
 
 from thunderagent.backends.discovery.base import shown_url
 from thunderagent.errors import OperationRefusedError, ProvisionError, ProvisionLimitError, ProvisionOffError
-from thunderagent.programs.model.decisions import Decision, EndReplica, Provision, Reason
-from thunderagent.programs.model.events import Event
-from thunderagent.programs.model.fleet_events import ReplicaRemoved
+from thunderagent.programs.messages import Decision, EndReplica, Event, Provision, Reason, ReplicaRemoved
 from thunderagent.provision.base import Launched, Provisioner, ReplicaGoneError
 
 log = structlog.get_logger("thunderagent.provision")

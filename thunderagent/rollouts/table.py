@@ -23,7 +23,8 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from thunderagent.programs.model.verdict import TURN_VERDICTS, ProgramVerdict, TurnVerdict
+from thunderagent.programs.messages import TURN_VERDICTS, TurnVerdict
+from thunderagent.programs.state.program import ProgramVerdict
 from thunderagent.rollouts.lineage import Lineage
 from thunderagent.rollouts.records import Output, Rollout, Turn, frame_of
 from thunderagent.rollouts.segments import Stored

@@ -21,10 +21,13 @@ from msgspec import structs
 from thunderagent.errors import EventLogError
 from thunderagent.policy_loader import load_policy, parse_setting
 from thunderagent.programs.learned.goodput import Goodput
-from thunderagent.programs.messages import Media, PrefixCut, ProgramLimits, TurnAsk, TurnEnd
-from thunderagent.programs.model.decisions import Decision
-from thunderagent.programs.model.events import Event
-from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.messages import (
+    Decision,
+    Event,
+    SchedulerSettings,
+    TurnAsk,
+    TurnEnd,
+)
 from thunderagent.programs.pools import Handled, share
 from thunderagent.programs.scheduler import Scheduler
 
@@ -226,32 +229,12 @@ def _as_now(name: str, fields: dict[str, Any]) -> tuple[type[Any], dict[str, Any
 
 
 def _event_of(kind: type[Any], fields: dict[str, Any]) -> Any:
-    """Return the event with these fields. A compiled class checks their types itself, and keeps no names of them."""
+    """Return the event with these fields."""
     if kind is TurnAsk or kind is TurnEnd:
         types = {field.name: field.type for field in structs.fields(kind)}
         return kind(**{name: msgspec.convert(value, types.get(name, Any)) for name, value in fields.items()})
-    if _is_interpreted(kind):
-        kind(**fields)  # refuses fields that the event does not have
-        return msgspec.convert(fields, kind)
-    read: dict[str, Any] = {
-        name: msgspec.convert(fields[name], shape) for name, shape in _SHAPES.items() if name in fields
-    }
-    return kind(**fields | read)
-
-
-def _is_interpreted(kind: type[Any]) -> bool:
-    """Return whether a class keeps its annotations as they stand in its source, which are texts."""
-    return isinstance(kind.__annotations__["now_s"], str)
-
-
-_SHAPES = {
-    "prefix": tuple[PrefixCut, ...],
-    "media": Media,
-    "program_ids": tuple[str, ...],
-    "limits": ProgramLimits,
-    "ask": TurnAsk,
-}
-"""Fields of compiled events that are no single value."""
+    kind(**fields)  # refuses fields that the event does not have
+    return msgspec.convert(fields, kind)
 
 
 def _without_empty_priorities(decisions: Any) -> None:

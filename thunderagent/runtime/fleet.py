@@ -8,9 +8,9 @@ from collections import Counter
 from typing import Final
 
 from thunderagent.leases import ReplicaMap, ReplicaState
-from thunderagent.programs.model.events import Event
-from thunderagent.programs.model.fleet_events import (
+from thunderagent.programs.messages import (
     EncodesPolled,
+    Event,
     GrantsContinued,
     GrantsSuspended,
     ReplicaDown,

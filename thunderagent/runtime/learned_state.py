@@ -29,8 +29,7 @@ import structlog
 
 from thunderagent.errors import ConfigurationError, StateError
 from thunderagent.programs.learned.knowledge import Knowledge
-from thunderagent.programs.model.fleet_events import KnowledgeLoaded
-from thunderagent.programs.model.records.learned import LearnedRecord
+from thunderagent.programs.messages import KnowledgeLoaded, LearnedRecord
 from thunderagent.programs.policies.parts.least_area import LeastArea
 from thunderagent.programs.policy import ClaimRules
 from thunderagent.programs.pools import Pool

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from thunderagent.errors import NotFoundError, OperationRefusedError
-from thunderagent.programs.model.advice.routes import Targets
-from thunderagent.programs.model.fleet_events import (
+from thunderagent.programs.messages import (
     MigrationAsked,
     PrioritySet,
     ProgramKilled,
     ProvisionAsked,
     ReplicaKilled,
     RouteSet,
+    Targets,
 )
 from thunderagent.programs.pools import Pool, Pools
 from thunderagent.programs.transitions import NOT_THERE, Operations

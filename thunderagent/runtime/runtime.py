@@ -36,29 +36,21 @@ from thunderagent.errors import (
 )
 from thunderagent.leases import UNBOUNDED, Lease, TurnHint
 from thunderagent.leases.open_lease import OpenLease
-from thunderagent.programs.messages import ProgramLimits, TurnAsk, TurnEnd, least_of
-from thunderagent.programs.model.decisions import Decision, Grant, Reject
-from thunderagent.programs.model.events import (
-    Event,
-    ProgramHinted,
-    ProgramJudged,
-    ProgramOpened,
-    ProgramReleased,
-    ProgramsReleased,
-    ToolEnded,
-    ToolStarted,
-    TurnAdopted,
-    TurnDue,
-    TurnJudged,
-    TurnProgressed,
-    TurnStarted,
-    TurnUnverified,
-)
-from thunderagent.programs.model.fleet_events import (
+from thunderagent.programs.messages import (
     BACKPRESSURE,
+    Decision,
+    Event,
+    Grant,
     GrantsContinued,
     GrantsSuspended,
     ModelAsked,
+    ProgramHinted,
+    ProgramJudged,
+    ProgramLimits,
+    ProgramOpened,
+    ProgramReleased,
+    ProgramsReleased,
+    Reject,
     ReplicaDown,
     ReplicaDraining,
     ReplicaFlushed,
@@ -66,12 +58,23 @@ from thunderagent.programs.model.fleet_events import (
     ReplicaRemoved,
     ReplicaTripped,
     ReplicaUp,
+    ToolEnded,
+    ToolStarted,
+    TurnAdopted,
+    TurnAsk,
+    TurnDue,
+    TurnEnd,
+    TurnJudged,
     TurnLimited,
+    TurnProgressed,
+    TurnStarted,
+    TurnUnverified,
+    least_of,
 )
-from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.verdict import ReplicaState
 from thunderagent.programs.pools import Pools
 from thunderagent.programs.scheduler import Scheduler
+from thunderagent.programs.state.health import ReplicaState
+from thunderagent.programs.state.program import Program
 from thunderagent.runtime.event_log import EventLogWriter
 from thunderagent.runtime.fleet import Fleet
 from thunderagent.runtime.operator import Operator

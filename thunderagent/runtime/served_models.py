@@ -18,8 +18,8 @@ from math import inf
 
 from thunderagent.errors import ShuttingDownError, UnknownModelError
 from thunderagent.leases import ReplicaMap, ReplicaState, TurnAsk
-from thunderagent.programs.model.program import Program
 from thunderagent.programs.pools import Pool, Pools
+from thunderagent.programs.state.program import Program
 
 SETTLING_LIMIT_S = 5.0
 """How long turns wait at the start for all replicas to report their models."""

@@ -10,7 +10,7 @@ import msgspec
 import structlog
 
 from thunderagent.errors import EventLogError
-from thunderagent.programs.model.records.signals import Signal
+from thunderagent.programs.messages import Signal
 
 log = structlog.get_logger("thunderagent.runtime")
 

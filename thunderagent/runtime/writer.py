@@ -27,8 +27,7 @@ from thunderagent.errors import (
     ThunderAgentError,
     TooManyProgramsError,
 )
-from thunderagent.programs.model.decisions import Decision, Grant, Hold, Reason, Reject, SetPriority, SetRoute
-from thunderagent.programs.model.events import Event, Tick
+from thunderagent.programs.messages import Decision, Event, Grant, Hold, Reason, Reject, SetPriority, SetRoute, Tick
 from thunderagent.programs.pools import Pools
 from thunderagent.runtime.event_log import EventLogWriter
 from thunderagent.runtime.fleet import OF_REPLICAS, Fleet

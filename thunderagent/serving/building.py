@@ -11,8 +11,7 @@ import structlog
 from thunderagent.config import JUDGE_ON_REPLICAS, ServeConfig
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy, parse_setting
-from thunderagent.programs.messages import NO_PROGRAM_LIMITS, ProgramLimits
-from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.messages import NO_PROGRAM_LIMITS, ProgramLimits, SchedulerSettings
 from thunderagent.programs.policies import PARTS
 from thunderagent.programs.policy import Policy
 from thunderagent.programs.scheduler import Scheduler

@@ -20,9 +20,7 @@ from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.backends.vllm import KV_EVENT_SOURCES, KvAddresses, read_kv_event_sources
 from thunderagent.config import HOST_FIELD, KV_EVENTS_FOUND, ServeConfig
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.model.decisions import Decision
-from thunderagent.programs.model.events import Event
-from thunderagent.programs.model.fleet_events import ReplicaUp, ResidencyReported
+from thunderagent.programs.messages import Decision, Event, ReplicaUp, ResidencyReported
 from thunderagent.proxy.fleet.replicas import Follower
 from thunderagent.runtime import Runtime
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.model.fleet_events import SandboxesMeasured, SandboxFailed, SandboxReady
-from thunderagent.programs.model.places import Phase, Status
+from thunderagent.programs.messages import SandboxesMeasured, SandboxFailed, SandboxReady
+from thunderagent.programs.state.program import Phase, Status
 from thunderagent.proxy.reading.dialects.tool_calls import MAX_KEY_CHARS, first_word
 from thunderagent.proxy.reading.header_words import check_program_id
 from thunderagent.runtime import Runtime

@@ -18,7 +18,7 @@ from thunderagent.backends.discovery import Source
 from thunderagent.backends.poller import Poller, PollerSettings
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.model.fleet_events import ReplicaUp
+from thunderagent.programs.messages import ReplicaUp
 from thunderagent.proxy.admin.cell import CellReport
 from thunderagent.proxy.app import HISTORY, LOOP_LAG, OPEN_FILES, build_app
 from thunderagent.proxy.control.engine_control import EngineControlSettings

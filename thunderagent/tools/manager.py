@@ -43,8 +43,7 @@ from thunderagent.errors import (
     ShuttingDownError,
     ThunderAgentError,
 )
-from thunderagent.programs.model.decisions import Decision, Grant, Release, Restore
-from thunderagent.programs.model.events import Event
+from thunderagent.programs.messages import Decision, Event, Grant, Release, Restore
 from thunderagent.tools.base import Command, Driver, Found, Order, Owner, Place, Suspending, Usage
 from thunderagent.tools.contact import Contact, ContactSettings
 from thunderagent.tools.feed import Feed, Report, report_of

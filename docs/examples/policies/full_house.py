@@ -3,7 +3,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.messages import Reason
 from thunderagent.programs.policy import Moment, Placement, Policy, ProgramView, ReplicaView, View
 
 

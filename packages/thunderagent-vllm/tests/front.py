@@ -11,10 +11,22 @@ from typing import Any
 
 from harness import SHARED_TOKENS, Engine, Front, run_load
 
-from thunderagent.programs.messages import TurnAsk, TurnEnd
-from thunderagent.programs.model.decisions import Decision, Grant, Pause, Release
-from thunderagent.programs.model.events import Event, ProgramReleased, Tick, TurnProgressed, TurnStarted
-from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp, WorkPolled
+from thunderagent.programs.messages import (
+    Decision,
+    Event,
+    Grant,
+    Pause,
+    ProgramReleased,
+    Release,
+    ReplicaPolled,
+    ReplicaUp,
+    Tick,
+    TurnAsk,
+    TurnEnd,
+    TurnProgressed,
+    TurnStarted,
+    WorkPolled,
+)
 from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.scheduler import Scheduler
 

@@ -23,7 +23,7 @@ from thunderagent.backends import kv_events
 from thunderagent.backends.kv_events import KvEvents, KvEventsEndpoint, KvEventsSettings
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.model.fleet_events import ResidencyReported
+from thunderagent.programs.messages import ResidencyReported
 from thunderagent.runtime.event_log import read_events
 from thunderagent.serving.building import build_runtime
 from thunderagent.serving.serving import proxy

@@ -8,8 +8,7 @@ import pytest
 
 from benchmarks.judging import JudgeModel, at
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.messages import TurnAsk
-from thunderagent.programs.model.events import ProgramJudged, ProgramReleased
+from thunderagent.programs.messages import ProgramJudged, ProgramReleased, TurnAsk
 from thunderagent.simulator.engine.records import EngineConfig
 from thunderagent.simulator.engine.timing import profile
 from thunderagent.simulator.figures.figures import RunResult

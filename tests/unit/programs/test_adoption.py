@@ -7,12 +7,11 @@ from itertools import pairwise
 import pytest
 
 from tests.builders import Driver
-from thunderagent.programs.handlers.adoption import record_of
-from thunderagent.programs.model.places import Kind
-from thunderagent.programs.model.records.kept import ProgramRecord, ProgramsAdopted
-from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.handlers.programs import record_of
+from thunderagent.programs.messages import ProgramRecord, ProgramsAdopted, SchedulerSettings
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.policies.baselines.ttl import Ttl
+from thunderagent.programs.state.program import Kind
 
 
 def records(driver: Driver) -> dict[str, ProgramRecord]:

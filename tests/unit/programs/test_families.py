@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from tests.builders import Driver
-from thunderagent.programs.model.decisions import Grant, Reason, Release
+from thunderagent.programs.messages import Grant, Reason, Release
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.policies.baselines.sticky import Sticky
 from thunderagent.programs.policies.breakeven import BreakEven

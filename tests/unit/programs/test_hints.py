@@ -9,10 +9,8 @@ import pytest
 from tests.builders import Driver
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.learned.trust import MAX_TENANTS_COUNT, HintRecord
-from thunderagent.programs.model.decisions import Pause
-from thunderagent.programs.model.places import Kind, Place
-from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.messages import Pause, SchedulerSettings
+from thunderagent.programs.state.program import Kind, Place, Program
 from thunderagent.runtime.event_log import EventLogWriter, replay
 
 THRESHOLD_S = 20.0

@@ -6,7 +6,7 @@ import pytest
 
 from tests.builders import Driver, of_kind
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.model.decisions import Hold, Mark, Pause, Reason, Reject, Restore, Unmark
+from thunderagent.programs.messages import Hold, Mark, Pause, Reason, Reject, Restore, Unmark
 from thunderagent.programs.policy import Policy
 
 POLICIES = ("breakeven", "mars", "passthrough", "cap", "thunderagent", "ttl", "autellix", "continuum", "infercept")

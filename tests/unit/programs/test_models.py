@@ -6,8 +6,8 @@ import pytest
 
 from tests.builders import Driver
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.model.places import Kind
 from thunderagent.programs.policies import POLICIES
+from thunderagent.programs.state.program import Kind
 
 
 def three() -> Driver:

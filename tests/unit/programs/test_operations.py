@@ -11,26 +11,27 @@ import pytest
 from tests.builders import Driver, of_kind, restored_on
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.learned.capacity import BLOCK_TOKENS
-from thunderagent.programs.messages import TurnAsk
-from thunderagent.programs.model.advice.routes import Route, Scope
-from thunderagent.programs.model.decisions import (
+from thunderagent.programs.messages import (
     EndReplica,
     Grant,
     Mark,
     Pause,
     Provision,
+    ProvisionAsked,
     Reason,
     Reject,
+    ReplicaKilled,
     Restore,
+    Scope,
     SetPriority,
     SetRoute,
+    TurnAsk,
     Unmark,
 )
-from thunderagent.programs.model.fleet_events import ProvisionAsked, ReplicaKilled
-from thunderagent.programs.model.program import Program
 from thunderagent.programs.policies.composed import Composed, ControlChain
 from thunderagent.programs.policy import GlobalPolicy, Moment, View
 from thunderagent.programs.rules.routes import Routes
+from thunderagent.programs.state.program import Program, Route
 from thunderagent.programs.transitions import NEWLY_WAITING_COUNT, PRIORITY_STEP, engine_priority
 
 
@@ -358,7 +359,7 @@ def test_what_a_moved_program_has_left_behind_is_no_loss_of_its_new_replica(aske
         driver.migrates("a", "r1")
     driver.passes(1.0)
     first = driver.arrives("a", 11_000)
-    correction = driver.scheduler.knowledge.correction("r1")
+    correction = driver.scheduler.knowledge.corrections["r1"]
     assert (driver.granted_on[first], driver.scheduler.turns[first].kept_tokens) == ("r1", 0)
     driver.finishes(first, 11_000, cached=0)
     assert correction._lost_tokens == 0
@@ -379,7 +380,7 @@ def test_a_side_turn_on_a_new_replica_does_not_bring_its_branch_there() -> None:
     first = driver.arrives("a", 11_000)
     assert (driver.granted_on[first], driver.scheduler.turns[first].kept_tokens) == ("r1", 0)
     driver.finishes(first, 11_000, cached=0)
-    assert driver.scheduler.knowledge.correction("r1")._lost_tokens == 0
+    assert driver.scheduler.knowledge.corrections["r1"]._lost_tokens == 0
     assert driver.scheduler.turns[driver.arrives("a", 12_000)].kept_tokens == 11_000
 
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.builders import Driver, of_kind
-from thunderagent.programs.model.decisions import Grant, Hold, Reason, Restore
-from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.messages import Grant, Hold, Reason, Restore, SchedulerSettings
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.policies.baselines.sticky import Sticky
 

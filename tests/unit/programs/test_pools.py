@@ -6,9 +6,7 @@ from time import process_time
 
 import pytest
 
-from thunderagent.programs.messages import TurnAsk, TurnEnd
-from thunderagent.programs.model.events import ProgramsReleased, Tick
-from thunderagent.programs.model.fleet_events import ReplicaUp, RouteSet
+from thunderagent.programs.messages import ProgramsReleased, ReplicaUp, RouteSet, Tick, TurnAsk, TurnEnd
 from thunderagent.programs.policies.baselines.passthrough import Passthrough
 from thunderagent.programs.pools import Pools
 from thunderagent.programs.scheduler import Scheduler

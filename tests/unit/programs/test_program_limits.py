@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.builders import Driver
-from thunderagent.programs.handlers.adoption import record_of
-from thunderagent.programs.messages import ProgramLimits, least_of
-from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.records.kept import ProgramsAdopted
+from thunderagent.programs.handlers.programs import record_of
+from thunderagent.programs.messages import ProgramLimits, ProgramsAdopted, Reason, least_of
 from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.rules.program_limits import FREE_COUNT
 

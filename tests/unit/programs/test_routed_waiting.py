@@ -9,11 +9,9 @@ import pytest
 
 from tests.builders import Driver
 from thunderagent.policy_loader import Setting, load_policy
-from thunderagent.programs.book.paused_queue import PausedQueue
-from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.settings import SchedulerSettings
-from thunderagent.programs.model.turn import Turn
+from thunderagent.programs.messages import Reason, SchedulerSettings
+from thunderagent.programs.state.paused_queue import PausedQueue
+from thunderagent.programs.state.program import Program, Turn
 
 CAPACITY_TOKENS = 10_000
 LARGE_TOKENS, SMALL_TOKENS = 7_000, 2_400

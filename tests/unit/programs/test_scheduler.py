@@ -10,8 +10,7 @@ import pytest
 
 from tests.builders import Driver, of_kind, restored_on
 from thunderagent.programs.learned.tool_times import EDGES_S
-from thunderagent.programs.messages import TurnAsk, TurnEnd
-from thunderagent.programs.model.decisions import (
+from thunderagent.programs.messages import (
     Grant,
     Hold,
     Mark,
@@ -19,12 +18,15 @@ from thunderagent.programs.model.decisions import (
     Reason,
     Reject,
     Release,
+    ReplicaPolled,
+    ReplicaUp,
     Restore,
+    SchedulerSettings,
+    Tick,
+    TurnAdopted,
+    TurnAsk,
+    TurnEnd,
 )
-from thunderagent.programs.model.events import Tick, TurnAdopted
-from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
-from thunderagent.programs.model.places import Phase, Status
-from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.policies.baselines.passthrough import Passthrough
 from thunderagent.programs.policies.baselines.sticky import Sticky
@@ -32,6 +34,7 @@ from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.policies.papers.thunderagent import ThunderAgent
 from thunderagent.programs.policy import ClaimRules, Moment, Placement, Policy, ProgramView, ReplicaView, View
 from thunderagent.programs.scheduler import Scheduler
+from thunderagent.programs.state.program import Phase, Status
 
 PLAIN = ClaimRules()
 LIMITS = SchedulerSettings(idle_limit_s=50.0, forget_limit_s=200.0, no_replica_limit_s=10.0)

@@ -8,11 +8,9 @@ from hypothesis import strategies as st
 
 from tests.builders import Driver
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.book.accounts import Account
-from thunderagent.programs.book.prefixes import SharedPrefixes
-from thunderagent.programs.model.places import Kind, Place
-from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.turn import MAIN_BRANCH, Branch
+from thunderagent.programs.state.accounts import Account
+from thunderagent.programs.state.prefixes import SharedPrefixes
+from thunderagent.programs.state.program import MAIN_BRANCH, Branch, Kind, Place, Program
 
 CUTS = {"": (), "a": ((1, 100),), "ab": ((1, 100), (2, 250)), "ac": ((1, 100), (3, 150)), "d": ((4, 80),)}
 SIZES_TOKENS = {1: 100, 2: 150, 3: 50, 4: 80}

@@ -6,8 +6,7 @@ import pytest
 
 from tests.builders import Driver, of_kind
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.model.decisions import Grant, Hold, Pause, Reason, Reject, Release, Restore
-from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.messages import Grant, Hold, Pause, Reason, Reject, Release, Restore, SchedulerSettings
 from thunderagent.programs.policies.baselines.cap import Cap
 
 LIMITS = SchedulerSettings(idle_limit_s=10.0, forget_limit_s=30.0, no_replica_limit_s=5.0)

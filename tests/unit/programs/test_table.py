@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from tests.builders import Driver, of_kind
-from thunderagent.programs.model.decisions import Reason, Release
-from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.messages import Reason, Release, SchedulerSettings
 
 CAPS = SchedulerSettings(max_programs_count=6, tenant_max_programs_count=4)
 

@@ -9,11 +9,9 @@ import pytest
 from tests.builders import Driver
 from thunderagent.compilation import build_kind
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.messages import TurnAsk
-from thunderagent.programs.model.events import ProgramReleased
-from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.messages import ProgramReleased, SchedulerSettings, TurnAsk
 from thunderagent.programs.rules.tenants import FairSet, Tenants
+from thunderagent.programs.state.program import Program
 
 VERBS = Driver().scheduler.core
 """A rule gets these verbs; the count of what tenants had needs none of them."""

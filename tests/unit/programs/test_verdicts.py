@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from tests.builders import Driver
 from thunderagent.programs.learned.trust import JudgeRecord
-from thunderagent.programs.model.advice.verdicts import FAILURE, SUCCESS, Level, Verdict, Verdicts
-from thunderagent.programs.model.decisions import Grant, Reason, Reject, Release
-from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.messages import FAILURE, SUCCESS, Grant, Reason, Reject, Release, SchedulerSettings
+from thunderagent.programs.state.program import JudgeVerdict, Level, Verdicts
 
 
 def after(
@@ -21,7 +20,7 @@ def after(
     """Return the level after verdicts, each given as turn, predicted success, and confidence."""
     verdicts = Verdicts()
     for turn_count, will_succeed, *sure in said:
-        verdict = Verdict(turn_count, will_succeed, sure[0] if sure else 0.9)
+        verdict = JudgeVerdict(turn_count, will_succeed, sure[0] if sure else 0.9)
         verdicts.add(verdict, fail_count=fail_count, least_confidence_ratio=least_confidence_ratio)
     return verdicts
 

@@ -8,8 +8,7 @@ from math import inf
 import pytest
 
 from tests.builders import Driver, of_kind
-from thunderagent.programs.model.decisions import Pause, Reason
-from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.messages import Pause, Reason, SchedulerSettings
 from thunderagent.programs.policy import ClaimRules, Moment, Placement, Policy, ProgramView, ReplicaView, View
 
 SHARING = ClaimRules(share_prefixes=True, adapt_capacity=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.builders import Driver
-from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.messages import Reason, SchedulerSettings
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.policies.baselines.passthrough import Passthrough
 from thunderagent.programs.policies.baselines.sticky import Sticky

@@ -13,8 +13,7 @@ from tests.virtual_time import VirtualTimeLoop
 from thunderagent.backends import backend_of
 from thunderagent.config import ServeConfig
 from thunderagent.errors import OperationRefusedError, ProvisionError, ProvisionLimitError
-from thunderagent.programs.model.decisions import EndReplica, Provision, Reason
-from thunderagent.programs.model.fleet_events import ProvisionAsked, ReplicaRemoved
+from thunderagent.programs.messages import EndReplica, Provision, ProvisionAsked, Reason, ReplicaRemoved
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.provision.base import Launched, ReplicaGoneError

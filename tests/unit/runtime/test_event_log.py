@@ -9,25 +9,26 @@ import pytest
 
 from tests.builders import Driver
 from thunderagent.errors import ConfigurationError, EventLogError
-from thunderagent.programs.messages import ProgramLimits, TurnAsk
-from thunderagent.programs.model.events import (
+from thunderagent.programs.messages import (
+    BranchRecord,
+    KnowledgeLoaded,
     ProgramCrowdedOut,
     ProgramHinted,
-    TurnAdopted,
-    TurnDue,
-    TurnJudged,
-    TurnUnverified,
-)
-from thunderagent.programs.model.fleet_events import (
-    KnowledgeLoaded,
+    ProgramLimits,
+    ProgramRecord,
+    ProgramsAdopted,
     ProvisionAsked,
     ReplicaJudged,
     ReplicaKilled,
+    SchedulerSettings,
     TierPolled,
+    TurnAdopted,
+    TurnAsk,
+    TurnDue,
+    TurnJudged,
+    TurnUnverified,
     WorkPolled,
 )
-from thunderagent.programs.model.records.kept import BranchRecord, ProgramRecord, ProgramsAdopted
-from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.runtime.event_log import EVENTS, EventLogWriter, read_events, replay

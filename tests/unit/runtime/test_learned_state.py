@@ -17,8 +17,7 @@ from tests.builders import Driver, grew, known_price
 from thunderagent.errors import ConfigurationError, StateError
 from thunderagent.leases import TurnAsk
 from thunderagent.programs.learned.knowledge import Knowledge
-from thunderagent.programs.learned.media_sizes import CLASSES_COUNT
-from thunderagent.programs.learned.roles import MAX_ROLES_COUNT
+from thunderagent.programs.learned.sizes import CLASSES_COUNT, MAX_ROLES_COUNT
 from thunderagent.programs.learned.trust import MAX_TENANTS_COUNT
 from thunderagent.programs.policies.baselines.passthrough import Passthrough
 from thunderagent.programs.policies.breakeven import BreakEven
@@ -275,7 +274,7 @@ async def test_what_a_replica_may_give_is_as_it_was_learned(tmp_path: Path) -> N
     up(runtime, "r1", "m")
     await take_turn(runtime, "m")
     for replica_id in ("r0", "r1"):
-        runtime.scheduler.knowledge.correction(replica_id).ratio = 0.5
+        runtime.scheduler.knowledge.corrections[replica_id].ratio = 0.5
     path = tmp_path / "state"
     await LearnedState(path, runtime).save()
     after = runtime_of(pools=False)

@@ -24,11 +24,19 @@ from thunderagent.errors import (
 from thunderagent.leases import TurnHint
 from thunderagent.leases.open_lease import OpenLease
 from thunderagent.programs.invariants import check
-from thunderagent.programs.messages import TurnAsk, TurnEnd
-from thunderagent.programs.model.decisions import Decision, Grant, Hold, Reason, Release, Restore
-from thunderagent.programs.model.events import Event
-from thunderagent.programs.model.fleet_events import ReplicaPolled
-from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.messages import (
+    Decision,
+    Event,
+    Grant,
+    Hold,
+    Reason,
+    Release,
+    ReplicaPolled,
+    Restore,
+    SchedulerSettings,
+    TurnAsk,
+    TurnEnd,
+)
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.policies.papers.thunderagent import ThunderAgent
 from thunderagent.programs.policy import Placement, Policy, ProgramView, ReplicaView, View

@@ -12,9 +12,15 @@ import pytest
 from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.errors import NoReplicaError, ThunderAgentError, UnknownModelError
 from thunderagent.leases import ReplicaState, TurnAsk
-from thunderagent.programs.model.decisions import Decision, Release
-from thunderagent.programs.model.events import Event
-from thunderagent.programs.model.fleet_events import ReplicaDown, ReplicaDraining, ReplicaRemoved, ReplicaUp
+from thunderagent.programs.messages import (
+    Decision,
+    Event,
+    Release,
+    ReplicaDown,
+    ReplicaDraining,
+    ReplicaRemoved,
+    ReplicaUp,
+)
 from thunderagent.proxy.fleet.replicas import KnownReplica
 from thunderagent.scale.gateway.fleet import RemoteFleet
 from thunderagent.scale.gateway.refusals import error_of

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from thunderagent.errors import BadFrameError
-from thunderagent.programs.model.records.kept import BranchRecord, ProgramRecord
+from thunderagent.programs.messages import BranchRecord, ProgramRecord
 from thunderagent.scale.leader import kept as kept_module
 from thunderagent.scale.leader.candidacy import GIVEN_UP, Candidacy
 from thunderagent.scale.leader.journal import ENTRY_BYTES, SLICE_COUNT, TELL_AFTER_BYTES, WAITING_COUNT, Journal

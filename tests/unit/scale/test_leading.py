@@ -11,8 +11,7 @@ from structlog.testing import capture_logs
 
 from tests.unit.scale.test_links import Unwatched
 from thunderagent.errors import FencedError, StoreError
-from thunderagent.programs.model.events import ProgramOpened, ProgramReleased
-from thunderagent.programs.model.fleet_events import ReplicaUp
+from thunderagent.programs.messages import ProgramOpened, ProgramReleased, ReplicaUp
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.fleet.commands import CALL, OBSERVED

@@ -12,8 +12,7 @@ from aiohttp import WSMsgType, web
 from aiohttp.test_utils import TestServer
 
 from thunderagent.leases import Lease, TurnAsk
-from thunderagent.programs.model.decisions import Decision
-from thunderagent.programs.model.events import Event, TurnAdopted, TurnProgressed, TurnStarted, TurnUnverified
+from thunderagent.programs.messages import Decision, Event, TurnAdopted, TurnProgressed, TurnStarted, TurnUnverified
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.fleet.replicas import Replicas

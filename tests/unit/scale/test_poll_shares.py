@@ -17,8 +17,7 @@ from thunderagent.backends import backend_of
 from thunderagent.backends.asking import Failure, Found, RankReading, Watch
 from thunderagent.backends.base import ReplicaReading
 from thunderagent.backends.poller import Poller, PollerSettings, ReplicaEndpoint
-from thunderagent.programs.model.decisions import Decision
-from thunderagent.programs.model.events import Event
+from thunderagent.programs.messages import Decision, Event
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.fleet.polls import Polls

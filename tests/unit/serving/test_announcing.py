@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.virtual_time import VirtualTimeLoop
-from thunderagent.programs.model.fleet_events import ReplicaUp
+from thunderagent.programs.messages import ReplicaUp
 from thunderagent.serving.serving import FIRST_POLLS_S, announce, background
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.builders import Driver, of_kind
-from thunderagent.programs.model.decisions import Pause
+from thunderagent.programs.messages import Pause
 from thunderagent.programs.policies.baselines.ttl import Ttl
 from thunderagent.runtime import Runtime
 from thunderagent.serving.sandboxes import RuntimePrograms

@@ -27,8 +27,7 @@ from thunderagent.errors import (
     SandboxSetupError,
     TooManyProgramsError,
 )
-from thunderagent.programs.model.decisions import Grant, Reason, Release, Restore
-from thunderagent.programs.model.events import Tick
+from thunderagent.programs.messages import Grant, Reason, Release, Restore, Tick
 from thunderagent.tools.base import Owner, Place, Usage
 from thunderagent.tools.contact import ContactSettings
 from thunderagent.tools.manager import SUSPEND_OVER_S, THAW_AHEAD_S, Manager, ManagerSettings

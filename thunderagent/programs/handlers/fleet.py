@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from thunderagent.programs.book.replica import Replica
-from thunderagent.programs.handlers.anonymous import Anonymous
-from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.fleet_events import (
+from thunderagent.programs.handlers.turns import Anonymous
+from thunderagent.programs.messages import (
     BACKPRESSURE,
     EncodesPolled,
     GrantsContinued,
@@ -16,6 +14,7 @@ from thunderagent.programs.model.fleet_events import (
     KnowledgeLoaded,
     ModelAsked,
     ModelServed,
+    Reason,
     ReplicaDown,
     ReplicaDraining,
     ReplicaFlushed,
@@ -29,10 +28,11 @@ from thunderagent.programs.model.fleet_events import (
     TurnLimited,
     WorkPolled,
 )
-from thunderagent.programs.model.places import Kind
-from thunderagent.programs.model.verdict import KEEPING_USED_RATIO, STATES, Keeping, ReplicaState
 from thunderagent.programs.policy import Moment
 from thunderagent.programs.rules.tenants import Tenants
+from thunderagent.programs.state.health import KEEPING_USED_RATIO, STATES, Keeping, ReplicaState
+from thunderagent.programs.state.program import Kind
+from thunderagent.programs.state.replica import Replica
 from thunderagent.programs.transitions import Core
 
 PROMPT_S: Final = 0.25
@@ -93,7 +93,7 @@ class Fleet:
 
     def _take_correction(self, replica: Replica) -> bool:
         """Apply the learned capacity of a replica; return whether it changed."""
-        account, ratio = replica.account, self._core.knowledge.correction(replica.replica_id).ratio
+        account, ratio = replica.account, self._core.knowledge.corrections[replica.replica_id].ratio
         if ratio == account.capacity_ratio:
             return False
         self._core.book.touch(replica).set_limit(account.capacity_tokens, ratio)
@@ -370,7 +370,7 @@ class Fleet:
     def _learn_from_poll(self, replica: Replica, event: ReplicaPolled) -> None:
         """Learn from a poll what memory was lost."""
         account, now_s = replica.account, self._core.book.now_s
-        correction = self._core.knowledge.correction(replica.replica_id)
+        correction = self._core.knowledge.corrections[replica.replica_id]
         if event.query_tokens is None or (event.query_tokens and event.hit_ratio is None):
             correction.polled(None, asked_s=now_s - event.age_s, now_s=now_s)
         elif not replica.tells_cached or replica.replica_id in self._core.knowledge.tiers.by_replica:
@@ -388,7 +388,7 @@ class Fleet:
         knowledge, counts = self._core.knowledge, (event.query_tokens, event.hit_tokens)
         if knowledge.tiers.polled(replica.replica_id, *counts, tells_cached=replica.tells_cached):
             # What a turn's usage calls cached may come from the tier from now on: the pool's counters show its losses.
-            knowledge.correction(replica.replica_id).follow_counters()
+            knowledge.corrections[replica.replica_id].follow_counters()
 
     def _work_polled(self, event: WorkPolled) -> None:
         replica = self._core.book.replicas.get(event.replica_id)

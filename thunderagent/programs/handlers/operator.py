@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from thunderagent.programs.model.advice.routes import Scope
-from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.fleet_events import (
+from thunderagent.programs.messages import (
     MigrationAsked,
     PrioritySet,
     ProgramKilled,
     ProvisionAsked,
+    Reason,
     ReplicaKilled,
     RouteSet,
+    Scope,
 )
 from thunderagent.programs.policy import Moment
 from thunderagent.programs.transitions import Core, Operations

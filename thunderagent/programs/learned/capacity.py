@@ -31,8 +31,8 @@ from collections import deque
 from math import inf
 from typing import Final, NamedTuple
 
-from thunderagent.programs.model.records.learned import CapacityRecord
-from thunderagent.programs.model.turn import TurnEnded
+from thunderagent.programs.messages import CapacityRecord
+from thunderagent.programs.state.program import TurnEnded
 
 LOWEST_RATIO: Final = 0.2
 LOWEST_COUNTED_RATIO: Final = 0.5

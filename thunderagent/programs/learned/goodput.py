@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from thunderagent.programs.learned.growth import TOKEN_S_EDGES
-from thunderagent.programs.learned.histogram import LogHistogram, check_range
-from thunderagent.programs.model.records.learned import HistogramRecord, PriceRecord
-from thunderagent.programs.model.turn import TurnEnded
+from thunderagent.programs.learned.histogram import TOKEN_S_EDGES, LogHistogram, check_range
+from thunderagent.programs.messages import HistogramRecord, PriceRecord
+from thunderagent.programs.state.program import TurnEnded
 
 ALPHA_RATIOS: Final[tuple[float, ...]] = (1.0, 2.0, 3.0)
 """How many times its ideal time a turn or program may take and still be in time."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from math import inf
 from typing import Final
 
-from thunderagent.programs.model.records.learned import HistogramRecord
+from thunderagent.programs.messages import HistogramRecord
 
 REMEMBERED_COUNT: Final = 2000.0
 """Values that count: above it all counts are halved, so the newest half weighs as much as all before."""
@@ -93,3 +93,7 @@ def check_range(what: str, value: float, bounds: tuple[float, float]) -> None:
 def geometric_edges(first: float, step_ratio: float, count: int) -> tuple[float, ...]:
     """Return `count` edges from `first` on, each `step_ratio` times the previous one."""
     return tuple(first * step_ratio**index for index in range(count))
+
+
+TOKEN_S_EDGES: Final = geometric_edges(1e-7, 2**0.25, 110)
+"""A tenth of a microsecond to 20 seconds."""

@@ -38,20 +38,13 @@ return rate up to there is what a lost token is worth in seconds of holding; eac
 break-even time b·C of an engine that is short of compute alone, less what the memory is worth.
 """
 
-# compiled: it is planned anew every few seconds
-
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
 from typing import Final, NamedTuple
 
-from thunderagent.programs.learned.histogram import MOST_TOKENS, check_range
-from thunderagent.programs.model.records.learned import TurnMeansRecord
-from thunderagent.programs.model.turn import TurnEnded
-
-LEARNING_RATIO: Final = 0.01
-"""Weight of the newest turn, or program, in the means; while few were seen, all weigh the same."""
+from thunderagent.programs.learned.sizes import TurnMeans
 
 ENOUGH_TURNS_COUNT: Final = 16
 """Before this many turns nothing is planned, and nobody is held."""
@@ -116,79 +109,6 @@ class HoldingPlan(NamedTuple):
 
 
 NOTHING_HELD: Final = HoldingPlan(0.0, 0.0, 0.0)
-
-
-class TurnMeans:
-    """Means over turns, in tokens: what they hold while they run, bring, leave in memory, add, and generate."""
-
-    __slots__ = (
-        "count",
-        "grown_tokens",
-        "held_tokens",
-        "left_tokens",
-        "new_tokens",
-        "output_tokens",
-        "program_count",
-        "program_turn_count",
-    )
-
-    def __init__(self) -> None:
-        """Start with nothing seen."""
-        self.count = self.program_count = 0
-        self.held_tokens = self.new_tokens = self.left_tokens = self.output_tokens = 0.0
-        self.grown_tokens = 0.0
-        """What a turn adds to the context of its program; a program's first turn adds nothing."""
-        self.program_turn_count = 0.0
-        """Turns of an ended program."""
-
-    def turn_ended(self, ended: TurnEnded) -> None:
-        """Learn from a turn. Its prompt and half of its output are in memory while it runs; all of it is left."""
-        self.count += 1
-        ratio = max(LEARNING_RATIO, 1.0 / self.count)
-        self.held_tokens += ratio * (ended.prompt_tokens + ended.output_tokens / 2 - self.held_tokens)
-        self.new_tokens += ratio * (ended.prompt_tokens - ended.known_tokens - self.new_tokens)
-        self.left_tokens += ratio * (ended.prompt_tokens + ended.output_tokens - self.left_tokens)
-        self.output_tokens += ratio * (ended.output_tokens - self.output_tokens)
-        self.grown_tokens += ratio * (max(0, ended.grown_tokens or 0) - self.grown_tokens)
-
-    def program_ended(self, turn_count: int) -> None:
-        """Learn how many turns an ended program had."""
-        self.program_count += 1
-        self.program_turn_count += max(LEARNING_RATIO, 1.0 / self.program_count) * (
-            turn_count - self.program_turn_count
-        )
-
-    @property
-    def goes_on_ratio(self) -> float:
-        """Part of all turns that are not their program's last; 1 until a program ended."""
-        return 1.0 - 1.0 / self.program_turn_count if self.program_turn_count else 1.0
-
-    def export(self) -> TurnMeansRecord:
-        """Return its content."""
-        return TurnMeansRecord(
-            self.count,
-            self.held_tokens,
-            self.new_tokens,
-            self.left_tokens,
-            self.output_tokens,
-            self.program_count,
-            self.program_turn_count,
-            self.grown_tokens,
-        )
-
-    def adopt(self, record: TurnMeansRecord) -> None:
-        """Adopt another's content. Raises ValueError for impossible values."""
-        for count in (record.count, record.program_count):
-            check_range("count", count, (0, inf))
-        tokens = (record.held_tokens, record.new_tokens, record.left_tokens, record.output_tokens, record.grown_tokens)
-        for each in tokens:
-            check_range("tokens of turns", each, (0.0, MOST_TOKENS))
-        least_count = 1.0 if record.program_count or record.program_turn_count else 0.0
-        check_range("turns of programs", record.program_turn_count, (least_count, inf))
-        self.count, self.held_tokens, self.new_tokens = record.count, record.held_tokens, record.new_tokens
-        self.left_tokens, self.output_tokens = record.left_tokens, record.output_tokens
-        self.grown_tokens = record.grown_tokens
-        self.program_count, self.program_turn_count = record.program_count, record.program_turn_count
 
 
 def plan_holding(

@@ -8,34 +8,27 @@ from typing import Final
 
 from thunderagent.programs.learned.capacity import CapacityCorrection
 from thunderagent.programs.learned.goodput import Goodput
-from thunderagent.programs.learned.growth import Growth, Residences
 from thunderagent.programs.learned.histogram import check_range
-from thunderagent.programs.learned.holding import (
-    NOTHING_HELD,
-    REFRESH_S,
-    EngineCosts,
-    HoldingPlan,
-    TurnMeans,
-    plan_holding,
-)
-from thunderagent.programs.learned.media_sizes import MediaSizes
+from thunderagent.programs.learned.holding import NOTHING_HELD, REFRESH_S, EngineCosts, HoldingPlan, plan_holding
 from thunderagent.programs.learned.price import Prices, SeenTurn
-from thunderagent.programs.learned.restore_pace import RestorePace
-from thunderagent.programs.learned.roles import RoleOutputs
+from thunderagent.programs.learned.sizes import Growth, MediaSizes, RoleOutputs, TurnMeans
 from thunderagent.programs.learned.tier_price import TierPrices
 from thunderagent.programs.learned.tool_times import ToolTimes
 from thunderagent.programs.learned.trust import HintRecord, JudgeRecord
-from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.records.learned import CapacityRecord, LearnedRecord, PriceRecord
-from thunderagent.programs.model.turn import (
+from thunderagent.programs.learned.waiting import Residences, RestorePace
+from thunderagent.programs.messages import CapacityRecord, LearnedRecord, PriceRecord
+from thunderagent.programs.policy import ClaimRules
+from thunderagent.programs.state.accounts import Account
+from thunderagent.programs.state.program import (
     LEAST_TOKENS_PER_BYTE_RATIO,
+    MAIN_BRANCH,
     MOST_TOKENS_PER_BYTE_RATIO,
     Branch,
+    Program,
     Turn,
     TurnEnded,
     usual_ratio,
 )
-from thunderagent.programs.policy import ClaimRules
 
 FIRST_TOKENS_PER_BYTE_RATIO: Final = 0.25
 """English text in a common tokenizer: four bytes a token. Used until the first usage report."""
@@ -71,13 +64,13 @@ class Knowledge:
     """Everything that is learned, over all programs and replicas."""
 
     __slots__ = (
-        "_corrections",
         "_known_capacities",
         "_learns_quantile",
         "_output_tokens",
         "_plans",
         "_rules",
         "_turn_tokens",
+        "corrections",
         "goodput",
         "growth",
         "hints",
@@ -117,7 +110,8 @@ class Knowledge:
         self.tokens_per_byte_ratio = FIRST_TOKENS_PER_BYTE_RATIO
         """For new programs."""
         self.residences = Residences()
-        self._corrections: dict[str, CapacityCorrection] = {}
+        self.corrections: dict[str, CapacityCorrection] = {}
+        """How much of each replica's capacity may be claimed."""
         self._known_capacities: dict[str, CapacityRecord] = {}
         """Of replicas not heard of since their records were adopted."""
         self.tiers = TierPrices()
@@ -125,26 +119,22 @@ class Knowledge:
         self._plans: dict[str, tuple[float, HoldingPlan]] = {}
         """By replica, with the time from which they are outdated."""
 
-    def correction(self, replica_id: str) -> CapacityCorrection:
-        """Return how much of a replica's capacity may be claimed."""
-        return self._corrections[replica_id]
-
     def replica_opened(self, replica_id: str, now_s: float) -> None:
         """Start to learn of a replica, or resume it."""
-        correction = self._corrections[replica_id] = CapacityCorrection(now_s)
+        correction = self.corrections[replica_id] = CapacityCorrection(now_s)
         if (known := self._known_capacities.pop(replica_id, None)) is not None:
             correction.adopt(known)
 
     def replica_removed(self, replica_id: str) -> None:
         """Forget a replica."""
-        self._corrections.pop(replica_id, None)
+        self.corrections.pop(replica_id, None)
         self.prices.replica_removed(replica_id)
         self.tiers.replica_removed(replica_id)
         self._plans.pop(replica_id, None)
 
     def export(self) -> LearnedRecord:
         """Return all that was learned. Cost: O(all of it), half a millisecond at most."""
-        corrections = self._corrections.items()
+        corrections = self.corrections.items()
         capacities = [record for each_id, each in corrections if (record := each.export(each_id)) is not None]
         unseen = list(self._known_capacities.values())[-UNSEEN_REPLICAS_COUNT:]
         decode, decode_token_s, since_refresh = self.goodput.export()
@@ -190,7 +180,7 @@ class Knowledge:
         self.hints.adopt(learned.hints)
         self.restore_pace.adopt(learned.restores)
         for known in learned.capacities if self._rules.adapt_capacity else ():
-            if (correction := self._corrections.get(known.replica_id)) is not None:
+            if (correction := self.corrections.get(known.replica_id)) is not None:
                 correction.adopt(known)
             else:
                 CapacityCorrection(0.0).adopt(known)  # raises if it is impossible
@@ -230,7 +220,9 @@ class Knowledge:
             self.media_sizes.learn(turn.media, prompt_tokens - text_tokens)
             return
         ratio = prompt_tokens / turn.prompt_bytes
-        self.tokens_per_byte_ratio += LEARNING_RATIO * (usual_ratio(ratio) - self.tokens_per_byte_ratio)
+        is_usual = LEAST_TOKENS_PER_BYTE_RATIO <= ratio <= MOST_TOKENS_PER_BYTE_RATIO
+        usual = ratio if is_usual else usual_ratio(ratio)
+        self.tokens_per_byte_ratio += LEARNING_RATIO * (usual - self.tokens_per_byte_ratio)
         if branch is not None:
             branch.tokens_per_byte_ratio = ratio
 
@@ -250,19 +242,17 @@ class Knowledge:
         """
         return self.lost_token_s(replica_id) * memory_tokens
 
-    def holding(
-        self, replica_id: str | None, capacity_tokens: float | None, own_ratio: float, now_s: float
-    ) -> HoldingPlan:
+    def holding(self, replica_id: str, account: Account, now_s: float) -> HoldingPlan:
         """Return for how long a replica's programs are held through their tools: planned anew every `REFRESH_S`.
 
-        `own_ratio` of what its programs hold is not shared with others there. Nothing is held where the size of its
-        memory is unknown.
+        Nothing is held where the size of its memory is unknown.
         """
-        if replica_id is None or capacity_tokens is None:
+        capacity_tokens = account.assumed_tokens
+        if capacity_tokens is None:
             return NOTHING_HELD
         outdated_s, plan = self._plans.get(replica_id, (-inf, NOTHING_HELD))
         if now_s >= outdated_s:
-            price, correction = self.prices.of(replica_id), self._corrections.get(replica_id)
+            price, correction = self.prices.of(replica_id), self.corrections.get(replica_id)
             token_s = price.cautious_token_s
             if self.tiers.by_replica:
                 token_s = self.tiers.lost_token_s(replica_id, token_s)
@@ -272,7 +262,7 @@ class Knowledge:
                 self.tool_times.returns(),
                 memory_tokens=capacity_tokens,
                 corrected_ratio=1.0 if correction is None else correction.ratio,
-                own_ratio=own_ratio,
+                own_ratio=account.own_ratio,
                 reserve_tokens=self._turn_tokens,
                 most_token_s=price.high_token_s if self._rules.adapt_capacity else inf,
             )
@@ -402,7 +392,8 @@ class Knowledge:
 
     def program_ended(self, program: Program, now_s: float) -> None:
         """Learn from a program that ended."""
-        self.tool_censored(program, now_s)
+        if program.tool_runs and program.censored_after_s is None:
+            self.tool_times.censored(program.tool, now_s - program.acting_since_s)
         self.tools_running_count -= program.tool_runs
         program.tool_runs = False
         if program.turn_count:
@@ -416,16 +407,21 @@ class Knowledge:
     def measure_claim(self, program: Program) -> None:
         """Measure what a program claims: its context and what its next turn adds; separately its further growth."""
         reserve_tokens = self._turn_tokens
-        turns = program.in_flight or program.held
-        if turns and self._learns_quantile:
-            generated_tokens = 0
-            for turn in turns.values():
-                if turn.output_tokens > generated_tokens:
-                    generated_tokens = turn.output_tokens
-            whole_tokens = self._output_tokens
-            reserve_tokens = whole_tokens - generated_tokens if whole_tokens > generated_tokens else 0
+        if self._learns_quantile and (here := program.in_flight or program.held):
+            generated_tokens = max([turn.output_tokens for turn in here.values()])
+            reserve_tokens = max(0, self._output_tokens - generated_tokens)
         program.reserve_tokens = reserve_tokens
-        program.claim_tokens = claim_tokens = program.measure_claim() + reserve_tokens
+        if len(program.branches) == 1:  # as most have: what `Program.measure_claim` would say
+            whole_tokens, output_tokens = program.branches[MAIN_BRANCH].context_tokens, 0
+            for turns in (program.in_flight, program.held):
+                for turn in turns.values():
+                    output_tokens += turn.output_tokens
+                    if turn.prompt_tokens > whole_tokens:
+                        whole_tokens = turn.prompt_tokens
+            whole_tokens += output_tokens
+        else:
+            whole_tokens = program.measure_claim()
+        program.claim_tokens = claim_tokens = whole_tokens + reserve_tokens
         first_tokens = program.first_prompt_tokens or claim_tokens
         larger_tokens = self.growth.whole_tokens
         if larger_tokens == inf:

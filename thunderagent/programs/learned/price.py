@@ -41,8 +41,8 @@ from math import inf, sqrt
 from typing import Final
 
 from thunderagent.programs.learned.histogram import check_range
-from thunderagent.programs.model.records.learned import ReplicaPriceRecord
-from thunderagent.programs.model.turn import TurnEnded
+from thunderagent.programs.messages import ReplicaPriceRecord
+from thunderagent.programs.state.program import TurnEnded
 
 FIRST_TOKEN_S: Final = 5e-5
 """Seconds to prefill a token until learned: an H100 with a model of some 30 billion active parameters."""

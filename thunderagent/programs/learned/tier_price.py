@@ -10,7 +10,7 @@ pool is then mostly loaded, which is far cheaper than computing it. So losing a 
 seconds: `found` is the part of the pool's losses that the tier still had, `restore` the time to load a token.
 
 Both are learned from turns that come back to the engine that ran the previous turn. The engine should have part of
-their context in its pool (`residency.py`); whatever else its usage calls cached came from the tier. The time to the
+their context in its pool (`state/replica.py`); whatever else its usage calls cached came from the tier. The time to the
 first token, less the prefill of what was not cached, was loading, or waiting for others: a low quantile is near the
 truth, as for prefill itself. If an engine's usage does not say what was cached, only its counters tell how much was
 found. They tell too little, because they count new tokens among the lookups. The price of loading then stays unknown,
@@ -23,10 +23,10 @@ from collections.abc import Sequence
 from math import inf
 from typing import Final
 
-from thunderagent.programs.learned.growth import FEW_TOKENS, MANY_TOKENS, TOKEN_S_EDGES
-from thunderagent.programs.learned.histogram import LogHistogram, check_range
-from thunderagent.programs.model.records.learned import TierRecord
-from thunderagent.programs.model.turn import TurnEnded
+from thunderagent.programs.learned.histogram import TOKEN_S_EDGES, LogHistogram, check_range
+from thunderagent.programs.learned.sizes import FEW_TOKENS, MANY_TOKENS
+from thunderagent.programs.messages import TierRecord
+from thunderagent.programs.state.program import TurnEnded
 
 LOW_RATIO: Final = 0.25
 """Ratio of turns that waited least for others."""

@@ -29,7 +29,7 @@ from typing import Final
 
 from thunderagent.programs.learned.histogram import check_counts, check_range, geometric_edges
 from thunderagent.programs.learned.holding import Returns
-from thunderagent.programs.model.records.learned import ToolRecord
+from thunderagent.programs.messages import ToolRecord
 
 EDGES_S: Final = geometric_edges(0.05, 2**0.5, 34)
 """Ends of the intervals: 50 ms to 77 min."""
@@ -199,7 +199,10 @@ class ToolTimes:
         `inf` if it never does. Cost: O(log intervals); sometimes O(intervals) to compute the rates.
         """
         needed_per_s = 1.0 / threshold_s if threshold_s > 0 else inf
-        first_below = bisect_right(self._refreshed(name).lowest, -needed_per_s)
+        table = self._by_name.get(name, self._all)
+        if table.count >= table.refresh_at_count or not table.rates:
+            self._refresh(table)
+        first_below = bisect_right(table.lowest, -needed_per_s)
         return _STARTS_S[first_below] if first_below < len(_STARTS_S) else inf
 
     def returns(self) -> Returns:
@@ -209,7 +212,10 @@ class ToolTimes:
 
     def return_rate_per_s(self, name: str, elapsed_s: float) -> float:
         """Return G for a tool that has run for `elapsed_s`."""
-        return self._refreshed(name).rates[bisect_right(EDGES_S, elapsed_s)]
+        table = self._by_name.get(name, self._all)
+        if table.count >= table.refresh_at_count or not table.rates:
+            self._refresh(table)
+        return table.rates[bisect_right(EDGES_S, elapsed_s)]
 
     def returned_within_s(self, name: str, ratio: float) -> float:
         """Return the time within which `ratio` of a tool's returns came; 0 if fewer than `SEEN_COUNT` were seen.
@@ -241,16 +247,13 @@ class ToolTimes:
             self._by_name.move_to_end(name)
         return table
 
-    def _refreshed(self, name: str) -> _LifeTable:
-        """Return a tool's table, or that of all, with rates that are fresh enough."""
-        table = self._by_name.get(name, self._all)
-        if table.count >= table.refresh_at_count or not table.rates:
-            ratios = self._all.return_ratios(self._guess, GUESS_WEIGHT)
-            if table is not self._all:
-                ratios = table.return_ratios(ratios, ALL_TOOLS_WEIGHT)
-            table.set_rates(_return_rates(ratios))
-            table.refresh_at_count = table.count + _pause_count(table.count)
-        return table
+    def _refresh(self, table: _LifeTable) -> None:
+        """Compute the rates of a tool, or of all tools, anew."""
+        ratios = self._all.return_ratios(self._guess, GUESS_WEIGHT)
+        if table is not self._all:
+            ratios = table.return_ratios(ratios, ALL_TOOLS_WEIGHT)
+        table.set_rates(_return_rates(ratios))
+        table.refresh_at_count = table.count + _pause_count(table.count)
 
 
 def _pause_count(count: float) -> float:

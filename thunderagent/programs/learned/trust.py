@@ -14,9 +14,8 @@ from collections.abc import Iterable
 from typing import Final
 
 from thunderagent.programs.learned.histogram import SLACK, check_range
-from thunderagent.programs.model.advice.verdicts import OUTCOMES as PROGRAM_OUTCOMES
-from thunderagent.programs.model.advice.verdicts import Level
-from thunderagent.programs.model.program import Program
+from thunderagent.programs.messages import OUTCOMES as PROGRAM_OUTCOMES
+from thunderagent.programs.state.program import Level, Program
 
 MAX_TENANTS_COUNT: Final = 1024
 """Beyond this number, the tenant longest not heard of is forgotten."""

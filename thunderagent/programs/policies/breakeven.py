@@ -49,21 +49,21 @@ from math import inf
 from typing import Any, ClassVar
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.model.ranked_set import Rank
 from thunderagent.programs.policies.letting_in import LettingIn
 from thunderagent.programs.policies.parts.least_area import LeastArea
 from thunderagent.programs.policies.setting_checks import check_not_negative
 from thunderagent.programs.policy import (
     HINT_RATIO,
     ClaimRules,
+    Learner,
     Moment,
-    Observe,
     Placement,
     Policy,
     ProgramView,
     ReplicaView,
     View,
 )
+from thunderagent.programs.state.ranked_set import Rank
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,6 @@ class BreakEven(Policy):
     name: ClassVar[str] = "breakeven"
     tick_s: ClassVar[float] = 1.0
     stays_home: ClassVar[bool] = True
-    observes_all: ClassVar[bool] = False
-    """Its order learns from turns and ends: no signal of a tool or a first token is made for it."""
 
     def __post_init__(self) -> None:
         """Reject invalid settings."""
@@ -122,12 +120,14 @@ class BreakEven(Policy):
                 f"breakeven: needs 0 < low_ratio <= high_ratio, not {self.low_ratio} and {self.high_ratio}"
             )
 
+    @property
+    def decider(self) -> Any:
+        """Return its rules; a subclass, which may have others, is asked itself."""
+        return self.rules if type(self) is BreakEven else self
+
     @cached_property
     def rules(self) -> Any:
-        """Return the `LettingIn` of these settings, which is compiled where the core is.
-
-        It is Any, because that takes the one class of views that there is, for its speed, and not just any `View`.
-        """
+        """Return the `LettingIn` of these settings, which is compiled where the core is."""
         return LettingIn(
             hold_ratio=self.hold_ratio,
             low_ratio=self.low_ratio,
@@ -142,9 +142,9 @@ class BreakEven(Policy):
         """Return who is let in first, unless another is chosen; it learns, so a policy belongs to one scheduler."""
         return LeastArea()
 
-    def observers(self) -> Sequence[Observe]:
+    def learners(self) -> Sequence[Learner]:
         """Return those of its order."""
-        return self.order.observers()
+        return self.order.learners()
 
     @property
     def claim_rules(self) -> ClaimRules:

@@ -17,7 +17,7 @@ A policy (`policy.py`) says who may hold memory where. Parts can answer some of 
   vLLM. If an engine has the other polarity its backend converts.
 
 A part has a `name`, is created with its settings, and may keep state of its own, which belongs to one scheduler: the
-same events always send it the same signals. It receives signals (`signals.py`) by `observe`, where it only takes notes:
+same events always send it the same signals (`messages.py`). It receives them by `observe`, where it only takes notes:
 proposals belong in `next` and `balance`. Ranks must not change while a program stays in its phase; a part that must
 change one calls `view.rank_anew` from there.
 
@@ -27,13 +27,14 @@ A policy whose parts belong together, like MARS, has an attribute for each itsel
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from thunderagent.programs.model.ranked_set import Rank
 from thunderagent.programs.policy import (
     Admission,
     ClaimRules,
     EnginePriority,
     GlobalPolicy,
+    Learner,
     Moment,
     Observe,
     Order,
@@ -44,6 +45,7 @@ from thunderagent.programs.policy import (
     Victims,
     View,
 )
+from thunderagent.programs.state.ranked_set import Rank
 
 
 class ControlChain(GlobalPolicy):
@@ -112,10 +114,16 @@ class Composed(Policy):
             "global_policy": global_policy,
         }
         self._name = "+".join([base.name, *(f"{kind}={part.name}" for kind, part in given.items() if part is not None)])
-        own = () if order is not None and _hears_for_its_order_alone(base) else base.observers()
-        of_parts = [observe for part in given.values() if part is not None for observe in part.observers()]
-        self._observers = tuple(dict.fromkeys((*own, *of_parts)))
+        parts = [part for part in given.values() if part is not None]
+        replaced = None if order is None else base.order
+        observers, learners = base.observers(), base.learners()
+        if replaced is not None and observers == replaced.observers():
+            observers = ()  # it observed only for its own order, which gets no signals once another replaces it
+        if replaced is not None and learners == replaced.learners():
+            learners = ()
+        self._observers = tuple(dict.fromkeys((*observers, *(each for part in parts for each in part.observers()))))
         """Each once: one part may be chosen for two kinds."""
+        self._learners = tuple(dict.fromkeys((*learners, *(each for part in parts for each in part.learners()))))
 
     def __repr__(self) -> str:
         return f"<Composed {self.name}>"
@@ -163,6 +171,11 @@ class Composed(Policy):
         return self.base.stays_home
 
     @property
+    def decider(self) -> Any:
+        """Return that of the base."""
+        return self.base.decider
+
+    @property
     def holds_nobody(self) -> bool:
         """Return whether the base does."""
         return self.base.holds_nobody
@@ -180,6 +193,10 @@ class Composed(Policy):
     def observers(self) -> Sequence[Observe]:
         """Return those of the base and of its chosen parts."""
         return self._observers
+
+    def learners(self) -> Sequence[Learner]:
+        """Return those of the base and of its chosen parts."""
+        return self._learners
 
     def restore_rank(self, program: ProgramView) -> Rank:
         """Rank as the chosen order does, or the base."""
@@ -208,8 +225,3 @@ class Composed(Policy):
     def balance(self, view: View, moment: Moment) -> None:
         """Balance as the base does."""
         self.base.balance(view, moment)
-
-
-def _hears_for_its_order_alone(base: Policy) -> bool:
-    """Return whether a policy observes only for its own order, which gets no signals once another replaces it."""
-    return base.order is not None and bool(base.observers()) and base.observers() == base.order.observers()

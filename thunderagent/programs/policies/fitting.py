@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.places import Status
+from thunderagent.programs.messages import Reason
 from thunderagent.programs.policies.helpers import home_of, largest_capacity_tokens, without_routed_before
 from thunderagent.programs.policy import Placement, ProgramView, ReplicaView, View
+from thunderagent.programs.state.program import Status
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,10 @@
 from __future__ import annotations
 
 from math import hypot
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the view by its one class: see `letting_in.py`
-    from thunderagent.programs.book.replica import Replica
-    from thunderagent.programs.model.program import Program
-    from thunderagent.programs.transitions import SchedulerView
+from thunderagent.programs.state.program import Program
+from thunderagent.programs.state.replica import Replica
+from thunderagent.programs.transitions import SchedulerView
 
 
 def foreseen_tokens(view: SchedulerView, program: Program, replica: Replica, foresight_ratio: float) -> float:

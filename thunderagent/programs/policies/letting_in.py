@@ -6,19 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.places import Status
+from thunderagent.programs.messages import Reason
 from thunderagent.programs.policies.foresight import foreseen_tokens, is_short
 from thunderagent.programs.policies.helpers import largest_capacity_tokens, times
 from thunderagent.programs.policy import Moment, Placement, least_loaded
-
-if TYPE_CHECKING:  # the view by its one class: compiled code then looks no name up, and boxes no number
-    from thunderagent.programs.book.accounts import Account
-    from thunderagent.programs.book.replica import Replica
-    from thunderagent.programs.model.program import Program
-    from thunderagent.programs.transitions import SchedulerView
+from thunderagent.programs.state.accounts import Account
+from thunderagent.programs.state.program import Program, Status
+from thunderagent.programs.state.replica import Replica
+from thunderagent.programs.transitions import SchedulerView
 
 Found = tuple["Replica | None", Reason]
 """Where a program could be active, or None, and why."""
@@ -66,8 +63,11 @@ class LettingIn:
 
     def hold_s(self, view: SchedulerView, program: Program) -> float:
         """Return until when the program's tool returns more often than once in the break-even time."""
-        hold_s = view.tool_hold_s(program.tool, self.hold_threshold_s(view, program))
-        return min(hold_s, LONGEST_HOLD_S)
+        threshold_s = self.hold_ratio * view.hold_threshold_s(program.replica_id)
+        if threshold_s != threshold_s:  # noqa: PLR0124 - as `times`, which would be one more call for each turn
+            threshold_s = self.hold_ratio
+        hold_s = view.tool_hold_s(program.tool, threshold_s)
+        return hold_s if hold_s < LONGEST_HOLD_S else LONGEST_HOLD_S
 
     def hold_threshold_s(self, view: SchedulerView, program: Program) -> float:
         """Return what a lost token is worth in seconds of holding, as planned, times `hold_ratio`."""
@@ -91,7 +91,10 @@ class LettingIn:
         everywhere = moment is _TICK or moment is _REPLICAS_CHANGED
         replicas = view.replicas if everywhere else view.changed_replicas
         for replica in replicas:
-            self._relieve(view, replica)
+            account = replica.account
+            leaving_tokens = account.leaving.tokens
+            if leaving_tokens or account.demand_tokens > self.high_ratio * account.limit_tokens:
+                self._relieve(view, replica)
         if replicas and view.first_waiting() is not None:
             self._let_in(view, replicas)
 
@@ -363,8 +366,6 @@ class LettingIn:
                 program = view.first_to_mark(replica)
                 if program is None or not view.propose_mark(program, Reason.THRASHING):
                     break
-        elif not marked_tokens:
-            return
         while account.marked_tokens and (marked := view.last_marked(replica)) is not None:
             if account.demand_tokens - account.marked_tokens + marked.claim_tokens > limit_tokens:
                 break

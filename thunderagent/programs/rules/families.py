@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from math import inf
 
-from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.program import Program
-from thunderagent.programs.rules.verbs import Verbs
+from thunderagent.programs.messages import Reason
+from thunderagent.programs.rules import Verbs
+from thunderagent.programs.state.program import Program
 
 Family = tuple[str, str]
 """A tenant, and the id of the parent: naming another tenant's program makes no child of it."""
@@ -20,7 +20,7 @@ def family_of(program: Program) -> Family:
 class Families:
     """Live programs that named a parent, by that parent, whether it lives or not."""
 
-    __slots__ = ("_active_counts", "_children", "_one_each", "_to_settle", "due_s", "overdrawn")
+    __slots__ = ("_active_counts", "_one_each", "_to_settle", "children", "due_s", "overdrawn")
 
     def __init__(self, *, one_each: bool = False) -> None:
         """Start without families; `one_each` lets in one child of each parent at a time, because its siblings can wait.
@@ -32,34 +32,34 @@ class Families:
         """Families whose parent got a claim, or whose child lost one, in this event."""
         self.due_s = inf
         """Before all time while there are any of them."""
-        self._children: dict[Family, dict[str, Program]] = {}
+        self.children: dict[Family, dict[str, Program]] = {}
         self._active_counts: dict[Family, int] = {}
         self.overdrawn: dict[Family, None] = {}
         """Families with a child held because the limit would be exceeded: checked again at each tick."""
 
     def __len__(self) -> int:
-        return len(self._children)
+        return len(self.children)
 
     def join(self, program: Program, parent_id: str) -> None:
         """Make a program without a parent the child of `parent_id`; no program is its own parent."""
         if parent_id and parent_id != program.program_id:
             program.parent_id = parent_id
-            self._children.setdefault(family_of(program), {})[program.program_id] = program
+            self.children.setdefault(family_of(program), {})[program.program_id] = program
 
     def leave(self, program: Program) -> None:
         """Forget an ended program."""
-        siblings = self._children.get(family_of(program))
+        siblings = self.children.get(family_of(program))
         if siblings is not None:
             del siblings[program.program_id]
             if not siblings:
-                del self._children[family_of(program)]
+                del self.children[family_of(program)]
 
     def got_claim(self, program: Program) -> None:
         """Note that a program is active: its children may be let in."""
         if program.parent_id:
             family = family_of(program)
             self._active_counts[family] = self._active_counts.get(family, 0) + 1
-        if self._children:
+        if self.children:
             self._look_at((program.tenant, program.program_id))
 
     def lost_claim(self, program: Program) -> None:
@@ -86,7 +86,7 @@ class Families:
 
     def look_at_all(self) -> None:
         """Check all families: replicas changed."""
-        self._look_at(*self._children)
+        self._look_at(*self.children)
 
     def may_enter(self, program: Program) -> bool:
         """Return whether a child may be let in beside its siblings."""
@@ -118,7 +118,7 @@ class Families:
 
         A child whose tool runs, or that said when it is back, may work beside its parent.
         """
-        children = self._children.get((program.tenant, program.program_id))
+        children = self.children.get((program.tenant, program.program_id))
         if children is None:
             return []
         return [
@@ -129,5 +129,5 @@ class Families:
 
     def held_children(self, family: Family) -> list[Program]:
         """Return the children whose turns are held, in order of arrival."""
-        children = self._children.get(family)
+        children = self.children.get(family)
         return [child for child in children.values() if child.held] if children is not None else []

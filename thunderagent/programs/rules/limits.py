@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 from operator import itemgetter
 
-from thunderagent.programs.book.book import Book
-from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.ranked_set import RankedSet
-from thunderagent.programs.model.settings import SchedulerSettings
-from thunderagent.programs.rules.verbs import Verbs
+from thunderagent.programs.messages import Reason, SchedulerSettings
+from thunderagent.programs.rules import Verbs
+from thunderagent.programs.state.book import Book
+from thunderagent.programs.state.program import Program
+from thunderagent.programs.state.ranked_set import RankedSet
+from thunderagent.programs.state.replica import ReplicaPlace
 
 
 class Limits:
@@ -98,7 +98,8 @@ class Limits:
 
     def hear_of(self, program: Program, *, goes_on: bool = False) -> None:
         """Restart the limits of a program without a turn; if it `goes_on` with its tools, not the idle limit."""
-        program.limits_since_s = self.clock_s
+        now_s = self._book.now_s if self._halted_since_s is None else self._halted_since_s
+        program.limits_since_s = now_s - self._halted_s  # that is `clock_s`
         if not goes_on:
             program.idle_since_s = program.limits_since_s
         of_tenant = self._quiet_of.get(program.tenant)
@@ -254,4 +255,4 @@ class Limits:
     def _is_suspended(self, program: Program) -> bool:
         """Return whether a program is active where nothing is granted now."""
         place = program.place
-        return place.active and bool(place.replica.suspended_for)
+        return isinstance(place, ReplicaPlace) and bool(place.replica.suspended_for)

@@ -10,10 +10,10 @@ from __future__ import annotations
 from math import inf
 from typing import Final
 
-from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.ranked_set import RankedSet
-from thunderagent.programs.model.turn import Turn
-from thunderagent.programs.rules.verbs import Verbs
+from thunderagent.programs.messages import Reason
+from thunderagent.programs.rules import Verbs
+from thunderagent.programs.state.program import Turn
+from thunderagent.programs.state.ranked_set import RankedSet
 
 MOST_LEFT_RATIO: Final = 0.5
 """A turn is held for at least this ratio of its client's patience, however short that is."""

@@ -32,11 +32,10 @@ from collections.abc import Callable
 from math import inf, sqrt
 from typing import Final
 
-from thunderagent.programs.messages import ProgramLimits
-from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.ranked_set import RankedSet
-from thunderagent.programs.rules.verbs import Verbs
+from thunderagent.programs.messages import ProgramLimits, Reason
+from thunderagent.programs.rules import Verbs
+from thunderagent.programs.state.program import Program
+from thunderagent.programs.state.ranked_set import RankedSet
 
 MARGIN_SIGMAS: Final = 2.5
 """How many deviations longer than expected the turns that are left may take: they also wait again."""
@@ -70,7 +69,17 @@ class ProgramLimiter:
     Nothing here is called for a program without limits.
     """
 
-    __slots__ = ("_asked", "_next", "_pace_s", "_restored_total", "_tool_s", "_turn_s", "_urgent_count", "due_s")
+    __slots__ = (
+        "_asked",
+        "_next",
+        "_pace_s",
+        "_restored_total",
+        "_tool_s",
+        "_turn_s",
+        "_urgent_count",
+        "due_s",
+        "some_asked",
+    )
 
     def __init__(
         self, restored_total: Callable[[], int], turn_s: Callable[[str], float], tool_s: Callable[[], float]
@@ -84,6 +93,8 @@ class ProgramLimiter:
         self._turn_s = turn_s
         self._tool_s = tool_s
         self._asked: tuple[int, ProgramLimits | None] = (-1, None)
+        self.some_asked = False
+        """Whether limits ever came with a turn: `asked` need not be called before."""
         self._next: RankedSet[Program] = RankedSet()
         """Held programs with deadlines, by when to look again: as they become urgent, then at the deadline."""
         self._urgent_count = 0
@@ -94,6 +105,7 @@ class ProgramLimiter:
     def ask(self, turn_id: int, limits: ProgramLimits) -> None:
         """Note what comes with the next turn."""
         self._asked = turn_id, limits
+        self.some_asked = True
 
     def asked(self, turn_id: int) -> ProgramLimits | None:
         """Return the limits that came with an arrived turn; None if none did."""

@@ -18,30 +18,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from thunderagent.programs.book.book import Book
-from thunderagent.programs.book.replica import Replica
-from thunderagent.programs.model.advice.routes import Route, RouteView, Scope, Targets, is_for
-from thunderagent.programs.model.decisions import Reason, SetRoute
-from thunderagent.programs.model.program import Program
-from thunderagent.programs.rules.verbs import Verbs
+from thunderagent.programs.messages import Reason, Scope, SetRoute, Targets
+from thunderagent.programs.rules import Verbs
+from thunderagent.programs.state.book import Book
+from thunderagent.programs.state.program import Program, Route, RouteView, is_for
+from thunderagent.programs.state.replica import Replica
 
 
 class Routes:
     """All routes. Finding a program's route costs the same however many there are."""
 
-    __slots__ = ("_asked", "_by_scope", "_count", "by_model")
+    __slots__ = ("_asked", "_by_scope", "by_model", "count")
 
     def __init__(self) -> None:
         """Start without routes."""
         self._by_scope: dict[Scope, dict[str, Route]] = {scope: {} for scope in Scope}
-        self._count = 0
+        self.count = 0
+        """How many were set: not those of models."""
         self.by_model: dict[str, Route] = {}
         """For models that only some replicas serve: the route to those replicas."""
         self._asked: tuple[int, Route | None] = (0, None)
         """The next turn, and where its model is served."""
 
     def __len__(self) -> int:
-        return self._count + len(self.by_model)
+        return self.count + len(self.by_model)
 
     def __iter__(self) -> Iterator[tuple[Scope, str, Route]]:
         """Yield all routes with their scopes and names."""
@@ -53,7 +53,7 @@ class Routes:
         """Set a route and return the one that it replaces; without targets, remove it."""
         routes = self._by_scope[scope]
         before = routes.pop(name, None)
-        self._count += bool(targets) - (before is not None)
+        self.count += bool(targets) - (before is not None)
         if targets:
             routes[name] = Route(targets)
         return before
@@ -101,7 +101,7 @@ class Routes:
 
     def take(self, program: Program) -> Route | None:
         """Update and return a program's route."""
-        route = self.of(program) if self._count else None
+        route = self.of(program) if self.count else None
         if route is not program.route:
             if program.route is not None:
                 program.route.programs.pop(program, None)

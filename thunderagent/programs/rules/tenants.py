@@ -30,9 +30,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
 from typing import Final
 
-from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.ranked_set import Order, RankedSet
-from thunderagent.programs.rules.verbs import Verbs
+from thunderagent.programs.rules import Verbs
+from thunderagent.programs.state.program import Program
+from thunderagent.programs.state.ranked_set import Order, RankedSet
 
 REMEMBERED_COUNT: Final = 10_000
 """How many tenants are remembered that left with more than others; the one with least more is forgotten first."""

@@ -14,8 +14,8 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from thunderagent.compilation import build_kind
 from thunderagent.errors import BodyTooLargeError, NotFoundError, ProgramReleasedError, RequestError, ThunderAgentError
-from thunderagent.programs.model.places import Phase, Status
-from thunderagent.programs.model.verdict import TurnVerdict
+from thunderagent.programs.messages import TurnVerdict
+from thunderagent.programs.state.program import Phase, Status
 from thunderagent.proxy.admin.cell import CellReport
 from thunderagent.proxy.admin.reports import (
     SORTS,

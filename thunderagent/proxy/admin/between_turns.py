@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from thunderagent.errors import RequestError
 from thunderagent.leases import TurnHint
-from thunderagent.programs.model.advice.hints import MAX_NEXT_TURN_S
+from thunderagent.programs.messages import MAX_NEXT_TURN_S
 from thunderagent.proxy.gate.bodies import Name, Report, read_model, report_response
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.reading.header_words import check_program_id

@@ -11,9 +11,7 @@ from aiohttp import web
 from pydantic import Field, RootModel
 
 from thunderagent.errors import NotFoundError, RequestError
-from thunderagent.programs.messages import TurnAsk, TurnEnd
-from thunderagent.programs.model.decisions import Decision, Grant, Release, is_rejected
-from thunderagent.programs.model.events import Event, TurnStarted
+from thunderagent.programs.messages import Decision, Event, Grant, Release, TurnAsk, TurnEnd, TurnStarted, is_rejected
 from thunderagent.proxy.gate.bodies import Report, report_response
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.runtime import Runtime

@@ -11,15 +11,13 @@ from typing import Any
 from pydantic import Field
 
 from thunderagent.backends.discovery.base import shown_url
-from thunderagent.programs.book.accounts import Account
-from thunderagent.programs.book.replica import Replica
 from thunderagent.programs.learned.holding import HoldingPlan
 from thunderagent.programs.learned.price import Price
-from thunderagent.programs.messages import NO_PROGRAM_LIMITS
-from thunderagent.programs.model.places import Kind, Phase, Status
-from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.turn import Turn
-from thunderagent.programs.model.verdict import ReplicaState, TurnVerdict
+from thunderagent.programs.messages import NO_PROGRAM_LIMITS, TurnVerdict
+from thunderagent.programs.state.accounts import Account
+from thunderagent.programs.state.health import ReplicaState
+from thunderagent.programs.state.program import Kind, Phase, Program, Status, Turn
+from thunderagent.programs.state.replica import Replica
 from thunderagent.proxy.fleet.breaker import BreakerState
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.bodies import Report

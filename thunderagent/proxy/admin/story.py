@@ -12,11 +12,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from thunderagent.programs.model.advice.verdicts import Level
-from thunderagent.programs.model.places import Phase, Status
-from thunderagent.programs.model.program import Program
-from thunderagent.programs.model.turn import Turn
 from thunderagent.programs.scheduler import Scheduler
+from thunderagent.programs.state.program import Level, Phase, Program, Status, Turn
 from thunderagent.proxy.admin.reports import ProgramReport, program_fields
 from thunderagent.proxy.gate.bodies import Report
 from thunderagent.runtime import Runtime

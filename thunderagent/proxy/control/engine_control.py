@@ -48,9 +48,7 @@ from thunderagent.errors import (
     ReplicaTimeoutError,
     ReplicaUnreachableError,
 )
-from thunderagent.programs.model.decisions import Decision
-from thunderagent.programs.model.events import Event
-from thunderagent.programs.model.fleet_events import ReplicaDown
+from thunderagent.programs.messages import Decision, Event, ReplicaDown
 from thunderagent.proxy.fleet.client import MAX_REPLY_BYTES, ReplicaClient
 from thunderagent.proxy.fleet.commands import (
     CALL,

@@ -41,10 +41,8 @@ import structlog
 
 from thunderagent.errors import ReplicaError, ReplicaRemovedError, ReplicaTrippedError
 from thunderagent.leases import FleetSource
-from thunderagent.programs.model.decisions import Decision
-from thunderagent.programs.model.events import Event
-from thunderagent.programs.model.fleet_events import ReplicaDown, ReplicaDraining, ReplicaRemoved
-from thunderagent.programs.model.verdict import Pressure
+from thunderagent.programs.messages import Decision, Event, ReplicaDown, ReplicaDraining, ReplicaRemoved
+from thunderagent.programs.state.health import Pressure
 
 log = structlog.get_logger("thunderagent.breaker")
 

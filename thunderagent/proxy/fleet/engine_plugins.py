@@ -34,9 +34,7 @@ from thunderagent.backends.base import NamedTurn, ReplicaReading
 from thunderagent.backends.vllm_plugin import PROTOCOL, PluginReport, read_reports, report_of
 from thunderagent.errors import ReplicaError
 from thunderagent.leases import TurnHint
-from thunderagent.programs.model.advice.hints import DROP
-from thunderagent.programs.model.decisions import Decision, Pause
-from thunderagent.programs.model.events import Event, ProgramHinted
+from thunderagent.programs.messages import DROP, Decision, Event, Pause, ProgramHinted
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.reading.json_splice import set_value
 

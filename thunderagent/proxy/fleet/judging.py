@@ -1,6 +1,6 @@
 """Draws the verdicts that need polls and turns together: an engine that froze, and a cache that collapsed.
 
-What counts as evidence is in `programs/model/verdict.py`, which is pure; this asks and acts. With each good poll of a
+What counts as evidence is in `programs/state/health.py`, which is pure; this asks and acts. With each good poll of a
 replica it compares counters and turns. One that stands still is asked whether it is paused, and gets a check turn: one
 token, to `/v1/completions`. An answer ends the suspicion. A frozen replica counts as down: its turns in flight are
 lost, and go elsewhere. It gets a check now and then, and comes back with the first answer, or when its counters move.
@@ -18,7 +18,7 @@ from multidict import CIMultiDict
 
 from thunderagent.backends.base import ReplicaReading
 from thunderagent.errors import ReplicaError
-from thunderagent.programs.model.verdict import Counters, ReplicaState, Stillness
+from thunderagent.programs.state.health import Counters, ReplicaState, Stillness
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.runtime import Runtime

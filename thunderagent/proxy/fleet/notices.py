@@ -25,8 +25,7 @@ from multidict import CIMultiDict
 
 from thunderagent.backends.base import Notice
 from thunderagent.errors import ReplicaError
-from thunderagent.programs.model.decisions import Decision, Release
-from thunderagent.programs.model.events import Event
+from thunderagent.programs.messages import Decision, Event, Release
 from thunderagent.proxy.fleet.client import ReplicaClient
 
 log = structlog.get_logger("thunderagent.notices")

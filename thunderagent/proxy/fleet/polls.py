@@ -7,8 +7,8 @@ from math import inf
 import structlog
 
 from thunderagent.backends.base import ReplicaReading
-from thunderagent.programs.model.fleet_events import BACKPRESSURE, EncodesPolled, ReplicaPolled, TierPolled, WorkPolled
-from thunderagent.programs.model.verdict import ReplicaState
+from thunderagent.programs.messages import BACKPRESSURE, EncodesPolled, ReplicaPolled, TierPolled, WorkPolled
+from thunderagent.programs.state.health import ReplicaState
 from thunderagent.proxy.fleet.judging import Judging
 from thunderagent.proxy.fleet.readings import (
     NOTHING_SINCE,

@@ -18,16 +18,17 @@ from thunderagent.backends.base import NOTHING_READ, NamedTurn, ReplicaReading
 from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.errors import NoReplicaError, ReplicaRemovedError
 from thunderagent.leases import FleetSource, ReplicaMap, TurnHint
-from thunderagent.programs.model.decisions import Decision, Release
-from thunderagent.programs.model.events import Event
-from thunderagent.programs.model.fleet_events import (
+from thunderagent.programs.messages import (
     BACKPRESSURE,
+    Decision,
+    Event,
     GrantsContinued,
     GrantsSuspended,
+    Release,
     ReplicaDown,
     ReplicaUp,
 )
-from thunderagent.programs.model.verdict import LOST
+from thunderagent.programs.state.health import LOST
 from thunderagent.proxy.fleet.breaker import Breakers, BreakerSettings
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.engine_plugins import EnginePlugins

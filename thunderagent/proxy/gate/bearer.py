@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from secrets import token_urlsafe
 from typing import Protocol
 
-from thunderagent.programs.model.decisions import Decision, Release
-from thunderagent.programs.model.events import Event
+from thunderagent.programs.messages import Decision, Event, Release
 
 PLAIN_PREFIX = "ta-"
 """`Bearer ta-<id>` names the program `<id>`."""

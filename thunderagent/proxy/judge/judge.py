@@ -29,8 +29,7 @@ from typing import NamedTuple
 import msgspec
 import structlog
 
-from thunderagent.programs.model.decisions import Decision, Release
-from thunderagent.programs.model.events import Event
+from thunderagent.programs.messages import Decision, Event, Release
 from thunderagent.proxy.judge.answer import Answered, Failure, Opinion, read_answer
 from thunderagent.proxy.judge.asking import Asker
 from thunderagent.proxy.judge.prompt import DEFAULT_PROMPT, filled

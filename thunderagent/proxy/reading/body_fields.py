@@ -14,7 +14,7 @@ from msgspec import Raw
 
 from thunderagent.errors import BodyTooLargeError
 from thunderagent.leases import TurnHint
-from thunderagent.programs.model.advice.hints import MAX_NEXT_TURN_S, OFFLOAD, RETAIN
+from thunderagent.programs.messages import MAX_NEXT_TURN_S, OFFLOAD, RETAIN
 from thunderagent.proxy.reading.dialects.structs import BodyFields, PromptFields
 from thunderagent.proxy.reading.header_words import check_model
 from thunderagent.proxy.reading.json_cost import COUNTED_BYTES, has_few_parts, holds_any, list_of, others_run

@@ -15,7 +15,7 @@ from multidict import CIMultiDictProxy, istr
 
 from thunderagent.errors import InvalidProgramIdError, RequestError
 from thunderagent.leases import TurnAsk
-from thunderagent.programs.model.advice.verdicts import OUTCOMES
+from thunderagent.programs.messages import OUTCOMES
 
 MAX_PROGRAM_ID_BYTES: Final = 256
 

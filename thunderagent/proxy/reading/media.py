@@ -2,7 +2,7 @@
 
 A screenshot is megabytes of base64 in a body and some thousand tokens to an engine. So data in a body that is not text
 to the model is separated: its bytes do not count as text, and each piece has a class and a first guess of its tokens.
-Usage teaches how many tokens an engine takes for a class (`programs/learned/media_sizes.py`).
+Usage teaches how many tokens an engine takes for a class (`programs/learned/sizes.py`).
 
 A mark is a member of an object, such as `"url": "data:image/png;base64,`: inside a text its quotes would be escaped, so
 a text cannot hold one. After a mark the search continues behind its data, so it looks at each byte once.

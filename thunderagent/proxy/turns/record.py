@@ -10,7 +10,7 @@ a `Record`: it says what a scheduler may know (`ask_for`), and has its canonical
 they wait for the next byte (600.0 by default, nothing if their timeout is None), and `x-stainless-retry-count`: 0, 1,
 2. Their TypeScript twins send `x-stainless-timeout`, seconds too. Any other client may send `X-Program-Patience`. A
 value that is not a number in other people's headers is no error. `X-Program-Limits: max_turns=50, deadline_s=600` says
-what the program may use (`programs/model/records/limits.py`). `X-Program-Hint: next_turn_in_s=12.5, confidence=0.8`
+what the program may use (`ProgramLimits`). `X-Program-Hint: next_turn_in_s=12.5, confidence=0.8`
 says when the program's next turn comes, counted from the end of this one; `keep=retain` or `keep=offload` what may
 become of its memory until then. It is a dictionary of RFC 8941.
 
@@ -55,8 +55,7 @@ from thunderagent.errors import RequestError
 from thunderagent.faults import nearest_hint
 from thunderagent.leases import FAIL_OPEN, TurnAsk, TurnHint
 from thunderagent.log_lines import TurnLine
-from thunderagent.programs.messages import ProgramLimits, least_of
-from thunderagent.programs.model.advice.hints import MAX_NEXT_TURN_S, OFFLOAD, RETAIN
+from thunderagent.programs.messages import MAX_NEXT_TURN_S, OFFLOAD, RETAIN, ProgramLimits, least_of
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.reading.answer_errors import AnswerError
 from thunderagent.proxy.reading.answers import Completions

@@ -25,20 +25,27 @@ from typing import Any, NamedTuple, get_args
 import msgspec
 
 from thunderagent.errors import RequestError, TooManyListenersError
-from thunderagent.programs.messages import TurnAsk, TurnEnd
-from thunderagent.programs.model.decisions import Decision, Reject
-from thunderagent.programs.model.events import Event, ProgramsReleased, Tick, TurnDue, TurnProgressed
-from thunderagent.programs.model.fleet_events import (
+from thunderagent.programs.messages import (
+    Decision,
     EncodesPolled,
+    Event,
+    GpuFirstToken,
     ModelAsked,
+    ProgramsReleased,
+    Reject,
     ReplicaPolled,
     ResidencyReported,
     SandboxesMeasured,
+    Signal,
+    Tick,
     TierPolled,
+    TurnAsk,
+    TurnDue,
+    TurnEnd,
     TurnLimited,
+    TurnProgressed,
     WorkPolled,
 )
-from thunderagent.programs.model.records.signals import GpuFirstToken, Signal
 from thunderagent.proxy.reading.sse import server_sent
 from thunderagent.runtime import Runtime
 
@@ -89,7 +96,11 @@ KINDS = (
 """All other kinds of messages: events by what happened, decisions by what was decided."""
 
 _FIELDS = {
-    cls: tuple(f.name for f in fields(cls) if f.name not in LEFT_OUT)
+    cls: tuple(
+        name
+        for name in getattr(cls, "__struct_fields__", None) or [field.name for field in fields(cls)]
+        if name not in LEFT_OUT
+    )
     for cls in KIND_OF
     if cls not in (TurnAsk, TurnEnd)
 }

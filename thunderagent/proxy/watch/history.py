@@ -18,7 +18,7 @@ from math import isfinite
 
 from pydantic import Field
 
-from thunderagent.programs.model.decisions import Grant, Reason
+from thunderagent.programs.messages import Grant, Reason
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.bodies import Report
 from thunderagent.proxy.watch.autoscaling import oldest_hold_s

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from thunderagent.programs.model.decisions import Decision, Reject
-from thunderagent.programs.model.events import Event, TurnJudged
-from thunderagent.programs.model.verdict import TurnVerdict
+from thunderagent.programs.messages import Decision, Event, Reject, TurnJudged, TurnVerdict
 from thunderagent.proxy.gate.bodies import Report
 from thunderagent.runtime import Runtime
 

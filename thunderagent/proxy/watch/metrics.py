@@ -14,12 +14,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from thunderagent.programs.learned.trust import TURN_EDGES_COUNT
-from thunderagent.programs.model.advice.hints import KEEPS
-from thunderagent.programs.model.advice.verdicts import FAILURE, OUTCOMES, SUCCESS, Level
-from thunderagent.programs.model.places import Phase, Status
-from thunderagent.programs.model.verdict import ReplicaState
+from thunderagent.programs.messages import FAILURE, KEEPS, OUTCOMES, SUCCESS
 from thunderagent.programs.rules.tenants import Tenants
 from thunderagent.programs.scheduler import Scheduler
+from thunderagent.programs.state.health import ReplicaState
+from thunderagent.programs.state.program import Level, Phase, Status
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.watch.event_feed import KIND_OF
 from thunderagent.runtime import Runtime

@@ -22,8 +22,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.model.decisions import Decision, Release
-from thunderagent.programs.model.events import Event, ProgramReleased
+from thunderagent.programs.messages import Decision, Event, ProgramReleased, Release
 from thunderagent.rollouts.records import Turn, block_of, turns_in
 from thunderagent.rollouts.segments import Segments, Stored
 from thunderagent.rollouts.table import PACKED_FROM_BYTES, TAKEN_OF_ONE_BYTES, Entry, Table

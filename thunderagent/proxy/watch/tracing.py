@@ -36,9 +36,7 @@ from opentelemetry.trace.propagation import get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from thunderagent import __version__
-from thunderagent.programs.messages import TurnAsk, TurnEnd
-from thunderagent.programs.model.decisions import Decision, Grant, Release, is_rejected
-from thunderagent.programs.model.events import Event, TurnStarted
+from thunderagent.programs.messages import Decision, Event, Grant, Release, TurnAsk, TurnEnd, TurnStarted, is_rejected
 from thunderagent.proxy.wire.aiohttp_request import told_path
 from thunderagent.proxy.wire.request_id import REQUEST_ID
 

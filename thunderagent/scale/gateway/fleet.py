@@ -7,9 +7,17 @@ from hashlib import blake2b
 
 from thunderagent.errors import UnknownModelError
 from thunderagent.leases import ReplicaMap, TurnAsk
-from thunderagent.programs.model.decisions import Decision, Reason, Release
-from thunderagent.programs.model.events import Event, ProgramReleased
-from thunderagent.programs.model.fleet_events import ReplicaDown, ReplicaDraining, ReplicaRemoved, ReplicaUp
+from thunderagent.programs.messages import (
+    Decision,
+    Event,
+    ProgramReleased,
+    Reason,
+    Release,
+    ReplicaDown,
+    ReplicaDraining,
+    ReplicaRemoved,
+    ReplicaUp,
+)
 from thunderagent.scale.messages import RemoteReplica, Replicas
 
 Observer = Callable[[Event, Sequence[Decision]], None]

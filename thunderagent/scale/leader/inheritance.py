@@ -9,8 +9,7 @@ from itertools import islice
 import structlog
 
 from thunderagent.errors import StateError
-from thunderagent.programs.model.fleet_events import RouteSet
-from thunderagent.programs.model.records.kept import ProgramRecord, ProgramsAdopted
+from thunderagent.programs.messages import ProgramRecord, ProgramsAdopted, RouteSet
 from thunderagent.runtime import Runtime
 from thunderagent.runtime.learned_state import LearnedState, decode_state
 from thunderagent.scale.leader.kept import Kept, Operated

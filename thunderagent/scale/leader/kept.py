@@ -27,7 +27,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from thunderagent.errors import BadFrameError
-from thunderagent.programs.model.records.kept import BranchRecord, ProgramRecord
+from thunderagent.programs.messages import BranchRecord, ProgramRecord
 from thunderagent.scale.messages import MAX_EPOCH, known_of
 
 COUNTED_COUNT = 20_000

@@ -8,12 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from thunderagent.errors import StoreError
-from thunderagent.programs.handlers.adoption import record_of
-from thunderagent.programs.model.decisions import SetRoute
-from thunderagent.programs.model.events import Event
-from thunderagent.programs.model.fleet_events import GrantsContinued, GrantsSuspended, RouteSet
-from thunderagent.programs.model.program import Program
+from thunderagent.programs.handlers.programs import record_of
+from thunderagent.programs.messages import Event, GrantsContinued, GrantsSuspended, RouteSet, SetRoute
 from thunderagent.programs.pools import Pool
+from thunderagent.programs.state.program import Program
 from thunderagent.proxy.fleet.commands import CALL, OBSERVED
 from thunderagent.runtime import Runtime
 from thunderagent.runtime.learned_state import LearnedState, encode_state

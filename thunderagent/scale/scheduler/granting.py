@@ -14,9 +14,8 @@ from msgspec.structs import replace
 
 from thunderagent.errors import InvalidProgramIdError, ShuttingDownError, ThunderAgentError
 from thunderagent.leases import TurnAsk, TurnEnd
-from thunderagent.programs.model.events import ProgramOpened
-from thunderagent.programs.model.fleet_events import ResidencyReported
-from thunderagent.programs.model.verdict import MOST_PRESSURE_S
+from thunderagent.programs.messages import ProgramOpened, ResidencyReported
+from thunderagent.programs.state.health import MOST_PRESSURE_S
 from thunderagent.proxy.fleet.replicas import Watcher
 from thunderagent.proxy.reading.header_words import check_names
 from thunderagent.runtime import Runtime

@@ -27,8 +27,7 @@ from aiohttp import WSMsgType, web
 
 from thunderagent.backends.poller import Poller
 from thunderagent.errors import BadFrameError, ShuttingDownError, StandingByError
-from thunderagent.programs.model.decisions import Decision, Release
-from thunderagent.programs.model.events import Event
+from thunderagent.programs.messages import Decision, Event, Release
 from thunderagent.proxy.admin.cell import CellReport
 from thunderagent.proxy.fleet.replicas import NOT_POLLED, Replicas, Watcher
 from thunderagent.runtime import Runtime

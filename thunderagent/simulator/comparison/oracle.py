@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from math import inf
 from typing import ClassVar
 
-from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.places import Phase
+from thunderagent.programs.messages import Reason
 from thunderagent.programs.policies.fitting import Fitting
 from thunderagent.programs.policy import ClaimRules, Moment, Placement, Policy, ProgramView, ReplicaView, View
+from thunderagent.programs.state.program import Phase
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass, field, replace
 from math import ceil, isfinite
 from typing import Any, Self
 
-from thunderagent.programs.book.accounts import Costs
 from thunderagent.programs.learned.goodput import ALPHA_RATIOS
-from thunderagent.programs.model.decisions import Decision
-from thunderagent.programs.model.events import Event
+from thunderagent.programs.messages import Decision, Event
+from thunderagent.programs.state.accounts import Costs
 from thunderagent.simulator.figures.bounds import Bounds
 from thunderagent.simulator.figures.restores import RestoreFigures
 from thunderagent.simulator.figures.waits import Waits

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from thunderagent.programs.model.decisions import Decision, Pause, Restore
+from thunderagent.programs.messages import Decision, Pause, Restore
 from thunderagent.programs.scheduler import Scheduler
 
 

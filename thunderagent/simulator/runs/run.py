@@ -27,13 +27,30 @@ from functools import partial
 from math import inf
 from random import Random
 
-from thunderagent.programs.messages import TurnAsk, TurnEnd
-from thunderagent.programs.model.decisions import Decision, Grant, Pause, Reject, Release, Restore
-from thunderagent.programs.model.events import Event, ProgramJudged, ProgramReleased, Tick, TurnProgressed, TurnStarted
-from thunderagent.programs.model.fleet_events import ReplicaDown, ReplicaPolled, ReplicaUp, TierPolled, TurnLimited
-from thunderagent.programs.model.places import Status
+from thunderagent.programs.messages import (
+    Decision,
+    Event,
+    Grant,
+    Pause,
+    ProgramJudged,
+    ProgramReleased,
+    Reject,
+    Release,
+    ReplicaDown,
+    ReplicaPolled,
+    ReplicaUp,
+    Restore,
+    Tick,
+    TierPolled,
+    TurnAsk,
+    TurnEnd,
+    TurnLimited,
+    TurnProgressed,
+    TurnStarted,
+)
 from thunderagent.programs.policy import Policy
 from thunderagent.programs.scheduler import Scheduler
+from thunderagent.programs.state.program import Status
 from thunderagent.simulator.engine.records import FinishedRequest
 from thunderagent.simulator.figures.figures import RunResult
 from thunderagent.simulator.figures.restores import RestoreCounter

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, Protocol, get_args
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.messages import SchedulerSettings
 from thunderagent.simulator.engine.records import EngineConfig, EngineRequest
 from thunderagent.simulator.runs.replicas import Outage
 from thunderagent.simulator.runs.tools import ToolSettings

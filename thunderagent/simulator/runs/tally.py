@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import fsum
 
-from thunderagent.programs.book.accounts import Costs
-from thunderagent.programs.model.decisions import Decision
-from thunderagent.programs.model.events import Event
+from thunderagent.programs.messages import Decision, Event
 from thunderagent.programs.scheduler import Scheduler
+from thunderagent.programs.state.accounts import Costs
 from thunderagent.simulator.engine.records import FinishedRequest
 from thunderagent.simulator.figures.bounds import Bounds, Engines, TurnShape, bounds, makespan_bound_s
 from thunderagent.simulator.figures.figures import (

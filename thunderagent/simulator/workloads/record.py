@@ -18,8 +18,7 @@ from typing import Any
 
 import msgspec
 
-from thunderagent.programs.messages import TurnAsk, TurnEnd
-from thunderagent.programs.model.events import Event, ProgramReleased, ProgramsReleased
+from thunderagent.programs.messages import Event, ProgramReleased, ProgramsReleased, TurnAsk, TurnEnd
 
 BLOCK_TOKENS = 64
 """Block size of prefix hits, as in other recordings."""

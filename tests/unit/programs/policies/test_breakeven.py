@@ -10,8 +10,7 @@ from tests.builders import Driver, grew, of_kind, restored_on
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.learned.holding import HoldingPlan
 from thunderagent.programs.learned.price import FIRST_TOKEN_S
-from thunderagent.programs.model.decisions import Grant, Hold, Mark, Pause, Reason, Restore, Unmark
-from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.messages import Grant, Hold, Mark, Pause, Reason, Restore, SchedulerSettings, Unmark
 from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.policies.composed import Composed
 from thunderagent.programs.policies.letting_in import LONGEST_HOLD_S
@@ -354,7 +353,7 @@ def test_who_waited_for_too_long_goes_before_all_and_has_room_kept() -> None:
 def test_another_order_takes_the_place_of_its_own_which_learns_nothing_then() -> None:
     """The oldest program goes first, not the one whose turn waits longest."""
     driver = driver_with(pass_count=0, order=Fcfs())
-    assert not driver.scheduler.stream.flows
+    assert not driver.scheduler.stream.learners
     opens(driver, old=300)
     driver.drains("r0")
     driver.comes_up("r0", 1000)

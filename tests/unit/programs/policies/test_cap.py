@@ -6,8 +6,7 @@ import pytest
 
 from tests.builders import Driver
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.model.decisions import Hold, Reason
-from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.messages import Hold, Reason, SchedulerSettings
 from thunderagent.programs.policies.baselines.cap import Cap
 
 

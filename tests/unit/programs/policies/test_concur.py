@@ -9,12 +9,11 @@ import pytest
 from tests.builders import Driver
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.model.fleet_events import ReplicaPolled
-from thunderagent.programs.model.places import Status
-from thunderagent.programs.model.records.signals import Signal, WindowUpdate
+from thunderagent.programs.messages import ReplicaPolled, Signal, WindowUpdate
 from thunderagent.programs.policies.baselines.passthrough import Passthrough
 from thunderagent.programs.policies.composed import Composed
 from thunderagent.programs.policies.papers.concur import Concur
+from thunderagent.programs.state.program import Status
 
 
 class Congested:

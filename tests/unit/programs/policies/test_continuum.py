@@ -9,7 +9,7 @@ import pytest
 from tests.builders import Driver, of_kind
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.model.decisions import Grant, Pause, Reason
+from thunderagent.programs.messages import Grant, Pause, Reason
 from thunderagent.programs.policies.papers.continuum import (
     DELAYS_COUNT,
     DURATIONS_COUNT,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 
 from tests.builders import Driver, of_kind
-from thunderagent.programs.model.decisions import Pause
+from thunderagent.programs.messages import Pause
 from thunderagent.programs.policies.fitting import Fitting
 from thunderagent.programs.policies.helpers import restore_waiting
 from thunderagent.programs.policy import ClaimRules, Moment, Placement, Policy, ProgramView, ReplicaView, View

@@ -7,18 +7,18 @@ import pytest
 from tests.builders import Driver, of_kind, restored_on
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.model.decisions import (
+from thunderagent.programs.messages import (
     EndReplica,
     Grant,
     Mark,
     Pause,
     Provision,
     Reason,
+    ReplicaKilled,
     Restore,
+    SchedulerSettings,
     SetRoute,
 )
-from thunderagent.programs.model.fleet_events import ReplicaKilled
-from thunderagent.programs.model.settings import SchedulerSettings
 
 
 def driven(

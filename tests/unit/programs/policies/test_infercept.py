@@ -6,7 +6,7 @@ import pytest
 
 from tests.builders import Driver, of_kind
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.model.decisions import Pause, Reason
+from thunderagent.programs.messages import Pause, Reason
 from thunderagent.programs.policies.papers.infercept import InferCept
 
 

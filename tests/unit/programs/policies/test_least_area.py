@@ -9,9 +9,7 @@ import pytest
 from tests.builders import Driver
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.events import TurnUnverified
-from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.messages import Reason, SchedulerSettings, TurnUnverified
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.policies.baselines.passthrough import Passthrough
 from thunderagent.programs.policies.composed import Composed

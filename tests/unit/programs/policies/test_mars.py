@@ -9,8 +9,7 @@ import pytest
 from tests.builders import Driver, of_kind
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.model.decisions import Grant, Mark, Pause, Reason
-from thunderagent.programs.model.records.signals import Signal, WindowUpdate
+from thunderagent.programs.messages import Grant, Mark, Pause, Reason, Signal, WindowUpdate
 from thunderagent.programs.policies.papers.mars import Mars
 
 

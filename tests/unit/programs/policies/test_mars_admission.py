@@ -7,9 +7,7 @@ import pytest
 from tests.builders import Driver
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.model.decisions import Grant
-from thunderagent.programs.model.events import ToolStarted
-from thunderagent.programs.model.records.signals import Signal, WindowUpdate
+from thunderagent.programs.messages import Grant, Signal, ToolStarted, WindowUpdate
 from thunderagent.programs.policies.papers.mars_admission import MarsAdmission
 
 FEW_LONG = "mars-few-long"

@@ -7,7 +7,7 @@ import pytest
 from tests.builders import Driver
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.model.decisions import Grant
+from thunderagent.programs.messages import Grant
 from thunderagent.programs.policies.papers.orbit import MAX_LENGTH_TOKENS, MAX_LEVEL_COUNT, OrbitStep
 
 STEP = 1 << 16

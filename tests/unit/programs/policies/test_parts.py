@@ -7,20 +7,21 @@ import pytest
 from tests.builders import Driver
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.model.decisions import Grant, Reason
-from thunderagent.programs.model.places import Status
-from thunderagent.programs.model.records.signals import (
+from thunderagent.programs.messages import (
     GpuEnd,
     GpuFirstToken,
     GpuSubmit,
+    Grant,
     ProgramEnd,
+    Reason,
+    SchedulerSettings,
     Signal,
     ToolEnd,
     ToolNum,
     ToolStart,
 )
-from thunderagent.programs.model.settings import SchedulerSettings
 from thunderagent.programs.policies.composed import Composed
+from thunderagent.programs.state.program import Status
 
 
 def test_a_policy_is_named_by_its_parts() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.builders import Driver
-from thunderagent.programs.model.decisions import Grant, Pause, Reason
+from thunderagent.programs.messages import Grant, Pause, Reason
 from thunderagent.programs.policies.baselines.passthrough import Passthrough
 
 

@@ -7,7 +7,7 @@ import pytest
 from tests.builders import Driver
 from thunderagent.errors import ConfigurationError
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.model.decisions import Decision, Grant
+from thunderagent.programs.messages import Decision, Grant
 from thunderagent.programs.policies.baselines.passthrough import Passthrough
 from thunderagent.programs.policies.baselines.ttl import Ttl
 from thunderagent.programs.policies.composed import Composed

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.builders import Driver, of_kind, restored_on
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.model.decisions import Hold, Mark, Pause, Reason, Restore
+from thunderagent.programs.messages import Hold, Mark, Pause, Reason, Restore
 from thunderagent.programs.policies.papers.thunderagent import ThunderAgent
 
 

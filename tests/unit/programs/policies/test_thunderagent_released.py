@@ -8,7 +8,7 @@ import pytest
 
 from tests.builders import Driver, of_kind, restored_on
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.model.decisions import Mark, Pause, Reason, Restore
+from thunderagent.programs.messages import Mark, Pause, Reason, Restore
 from thunderagent.programs.policies.papers.thunderagent_released import ThunderAgentReleased
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.builders import Driver, of_kind
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.model.decisions import Mark, Pause, Reason
+from thunderagent.programs.messages import Mark, Pause, Reason
 from thunderagent.programs.policies.baselines.ttl import Ttl
 
 

@@ -9,9 +9,15 @@ import pytest
 
 from thunderagent.errors import NotFoundError, RequestError
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.messages import TurnAsk, TurnEnd
-from thunderagent.programs.model.events import Event, ProgramReleased, TurnStarted
-from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
+from thunderagent.programs.messages import (
+    Event,
+    ProgramReleased,
+    ReplicaPolled,
+    ReplicaUp,
+    TurnAsk,
+    TurnEnd,
+    TurnStarted,
+)
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.admin.profiles import Profiles
 from thunderagent.proxy.gate.tenancy import Tenancy

@@ -8,9 +8,7 @@ import pytest
 
 from tests.builders import Driver, grew
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.messages import TurnAsk, TurnEnd
-from thunderagent.programs.model.events import ProgramReleased
-from thunderagent.programs.model.fleet_events import ReplicaDown
+from thunderagent.programs.messages import ProgramReleased, ReplicaDown, TurnAsk, TurnEnd
 from thunderagent.programs.policies import POLICIES
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.policies.baselines.ttl import Ttl

@@ -20,7 +20,7 @@ from thunderagent.runtime import Runtime
 
 if TYPE_CHECKING:
     from thunderagent.backends.poller import ReplicaEndpoint
-    from thunderagent.programs.model.events import Event
+    from thunderagent.programs.messages import Event
 
 A, B, C = "http://a:1", "http://b:2", "http://c:3"
 

@@ -13,7 +13,7 @@ from tests.builders import asked
 from tests.unit.proxy.fleet.discovery_setup import A, B, C, Setup
 from thunderagent.backends.discovery import Wanted
 from thunderagent.errors import NotFoundError, ReplicaLeavingError, RequestError
-from thunderagent.programs.model.fleet_events import ReplicaRemoved
+from thunderagent.programs.messages import ReplicaRemoved
 from thunderagent.proxy.fleet.discovery import API, DiscoverySettings
 
 if TYPE_CHECKING:

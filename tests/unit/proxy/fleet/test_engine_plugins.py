@@ -18,8 +18,7 @@ from thunderagent.backends import backend_of
 from thunderagent.backends.base import ReplicaReading
 from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.leases import TurnHint
-from thunderagent.programs.model.decisions import Pause, Reason
-from thunderagent.programs.model.events import ProgramHinted, Tick
+from thunderagent.programs.messages import Pause, ProgramHinted, Reason, Tick
 from thunderagent.proxy.fleet import engine_plugins
 from thunderagent.proxy.fleet.client import ClientSettings, ReplicaClient
 from thunderagent.proxy.fleet.engine_plugins import BATCH_COUNT, POLLS_COUNT, EnginePlugins, hold_s_of, with_words

@@ -15,8 +15,7 @@ from tests.loopback import on_loopback
 from thunderagent.backends import backend_of
 from thunderagent.backends.base import Notice
 from thunderagent.backends.poller import ReplicaEndpoint
-from thunderagent.programs.model.decisions import Hold, Reason, Release
-from thunderagent.programs.model.events import Tick
+from thunderagent.programs.messages import Hold, Reason, Release, Tick
 from thunderagent.proxy.fleet.client import ClientSettings, ReplicaClient
 from thunderagent.proxy.fleet.notices import SENDERS_COUNT, NoticeSender, TaggedPrograms
 

@@ -9,8 +9,7 @@ import pytest
 from thunderagent.backends import backend_of
 from thunderagent.backends.base import ReplicaReading
 from thunderagent.backends.poller import ReplicaEndpoint
-from thunderagent.programs.model.events import Event
-from thunderagent.programs.model.fleet_events import EncodesPolled, ReplicaDown, ReplicaPolled, ReplicaUp, TierPolled
+from thunderagent.programs.messages import EncodesPolled, Event, ReplicaDown, ReplicaPolled, ReplicaUp, TierPolled
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.fleet.client import ClientSettings, ReplicaClient
@@ -195,7 +194,7 @@ def test_images_to_encode_are_told_until_the_core_knows_as_many() -> None:
     four = ReplicaReading(capacity_tokens=1000, pending_encode_count=4)
     for _ in range(3):
         polls.replica_polled("r0", four)
-    runtime.scheduler.ledger.accounts["r0"].turn_granted()
+    runtime.scheduler.ledger.accounts["r0"].turn_count += 1
     polls.replica_polled("r0", four)
     polls.replica_polled("r0", ReplicaReading(capacity_tokens=1000))
     assert [event for event in events if isinstance(event, EncodesPolled)] == [EncodesPolled(1.0, "r0", 4)] * 2

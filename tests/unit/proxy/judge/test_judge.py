@@ -11,8 +11,8 @@ import pytest
 
 from tests.builders import Driver
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.model.advice.verdicts import Level
 from thunderagent.programs.pools import Pool
+from thunderagent.programs.state.program import Level
 from thunderagent.proxy.judge import DEFAULT_PROMPT, Judge, JudgeCollector, JudgeSettings, judge, read_prompt
 from thunderagent.proxy.judge.answer import READ_CHARS, Answered, Failure, Opinion, opinion_of, read_answer
 from thunderagent.proxy.judge.judge import MAX_BODY_BYTES, MAX_WAITING_COUNT

@@ -7,7 +7,7 @@ from math import ceil
 import pytest
 
 from tests.builders import Driver
-from thunderagent.programs.model.fleet_events import ReplicaPolled
+from thunderagent.programs.messages import ReplicaPolled
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.policies.baselines.passthrough import Passthrough
 from thunderagent.proxy.watch.autoscaling import AutoscalingCollector, demand_ratio, oldest_hold_s

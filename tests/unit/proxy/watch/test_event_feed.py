@@ -12,17 +12,19 @@ import pytest
 from tests.builders import asked
 from thunderagent.errors import ProgramHopelessError, ProgramReleasedError, RequestError, TooManyListenersError
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.messages import TurnAsk, TurnEnd
-from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.events import (
+from thunderagent.programs.messages import (
     Event,
     ProgramReleased,
     ProgramsReleased,
+    Reason,
+    ReplicaPolled,
+    ReplicaUp,
     Tick,
+    TurnAsk,
+    TurnEnd,
     TurnProgressed,
     TurnStarted,
 )
-from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.watch.event_feed import KINDS, MAX_LISTENERS_COUNT, EventFeed, Listener
 from thunderagent.runtime import Runtime

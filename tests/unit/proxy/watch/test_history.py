@@ -9,7 +9,7 @@ from tests.builders import Driver
 from thunderagent.backends.base import ReplicaReading
 from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.backends.vllm import VllmBackend
-from thunderagent.programs.model.decisions import Grant, Hold, Reason
+from thunderagent.programs.messages import Grant, Hold, Reason
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.watch.history import KEPT_COUNT, WINDOW_S, History

@@ -8,8 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from tests.builders import Driver
 from thunderagent.policy_loader import load_policy
-from thunderagent.programs.model.decisions import Reason, SetRoute
-from thunderagent.programs.model.settings import SchedulerSettings
+from thunderagent.programs.messages import Reason, SchedulerSettings, SetRoute
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.watch.metrics import NAMED_TENANTS_COUNT, OTHER_TENANTS, StateCollector

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from thunderagent.programs.messages import TurnAsk, TurnEnd
-from thunderagent.programs.model.decisions import Pause, Reason, Restore
-from thunderagent.programs.model.events import ProgramReleased, Tick
-from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
+from thunderagent.programs.messages import (
+    Pause,
+    ProgramReleased,
+    Reason,
+    ReplicaPolled,
+    ReplicaUp,
+    Restore,
+    Tick,
+    TurnAsk,
+    TurnEnd,
+)
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.scheduler import Scheduler

@@ -13,10 +13,18 @@ import pytest
 
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.invariants import check
-from thunderagent.programs.messages import TurnAsk, TurnEnd
-from thunderagent.programs.model.decisions import Grant, Hold
-from thunderagent.programs.model.events import ProgramReleased, Tick, TurnProgressed, TurnStarted
-from thunderagent.programs.model.fleet_events import ReplicaPolled, ReplicaUp
+from thunderagent.programs.messages import (
+    Grant,
+    Hold,
+    ProgramReleased,
+    ReplicaPolled,
+    ReplicaUp,
+    Tick,
+    TurnAsk,
+    TurnEnd,
+    TurnProgressed,
+    TurnStarted,
+)
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.policies.baselines.passthrough import Passthrough
 from thunderagent.programs.policies.baselines.sticky import Sticky

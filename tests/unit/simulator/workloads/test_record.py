@@ -5,9 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from thunderagent.programs.messages import TurnAsk, TurnEnd
-from thunderagent.programs.model.events import Event, ProgramReleased, ProgramsReleased, Tick, TurnStarted
-from thunderagent.programs.model.fleet_events import ReplicaUp
+from thunderagent.programs.messages import (
+    Event,
+    ProgramReleased,
+    ProgramsReleased,
+    ReplicaUp,
+    Tick,
+    TurnAsk,
+    TurnEnd,
+    TurnStarted,
+)
 from thunderagent.simulator.workloads.formats import load_recorded
 from thunderagent.simulator.workloads.plans import TurnPlan
 from thunderagent.simulator.workloads.record import record

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.places import Status
+from thunderagent.programs.messages import Reason
 from thunderagent.programs.policies.helpers import home_of, restore_waiting, without_routed_before
 from thunderagent.programs.policies.setting_checks import check_whole_from_one
 from thunderagent.programs.policy import Moment, Placement, Policy, ProgramView, ReplicaView, View
+from thunderagent.programs.state.program import Status
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import ClassVar
 
-from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.messages import Reason
 from thunderagent.programs.policies.helpers import restore_waiting
 from thunderagent.programs.policy import Moment, Placement, Policy, ProgramView, ReplicaView, View
 

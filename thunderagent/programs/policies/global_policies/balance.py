@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.messages import Reason
 from thunderagent.programs.policies.global_policies.room import free_tokens, size_tokens
 from thunderagent.programs.policy import GlobalPolicy, ProgramView, ReplicaView, View
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.messages import Reason
 from thunderagent.programs.policies.global_policies.room import emptiest_first, free_tokens
 from thunderagent.programs.policy import GlobalPolicy, ProgramView, View
 

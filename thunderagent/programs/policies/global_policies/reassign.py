@@ -23,9 +23,9 @@ from math import inf
 from typing import ClassVar, NamedTuple
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.model.advice.routes import RouteView
-from thunderagent.programs.model.decisions import Reason
+from thunderagent.programs.messages import Reason
 from thunderagent.programs.policy import GlobalPolicy, ReplicaView, View
+from thunderagent.programs.state.program import RouteView
 
 
 class Change(NamedTuple):

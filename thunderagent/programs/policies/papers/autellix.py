@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import ClassVar
 
-from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.records.signals import Signal
+from thunderagent.programs.messages import Reason, Signal
 from thunderagent.programs.policies.helpers import home_of, restore_waiting
 from thunderagent.programs.policies.papers.plas import Plas
 from thunderagent.programs.policies.setting_checks import check_not_negative

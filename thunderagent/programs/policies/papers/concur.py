@@ -29,11 +29,10 @@ from math import inf
 from typing import ClassVar
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.ranked_set import RankedSet
-from thunderagent.programs.model.records.signals import ProgramEnd, Signal, ToolEnd, ToolStart, WindowUpdate
+from thunderagent.programs.messages import ProgramEnd, Reason, Signal, ToolEnd, ToolStart, WindowUpdate
 from thunderagent.programs.policies.setting_checks import check_whole_from_one
 from thunderagent.programs.policy import Admission, Moment, ProgramView, View
+from thunderagent.programs.state.ranked_set import RankedSet
 
 BEFORE_NEW_S = 1e9
 """Programs that were in before rank before all others, whatever their age."""

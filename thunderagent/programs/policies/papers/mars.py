@@ -35,11 +35,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.places import Status
+from thunderagent.programs.messages import Reason, Signal
 from thunderagent.programs.policies.helpers import (
     home_of,
     largest_capacity_tokens,
@@ -51,9 +50,7 @@ from thunderagent.programs.policies.papers.mars_admission import MarsAdmission
 from thunderagent.programs.policies.papers.mars_priority import MarsOrder, MarsPriority, level_of
 from thunderagent.programs.policies.setting_checks import check_not_negative
 from thunderagent.programs.policy import ClaimRules, Moment, Placement, Policy, ProgramView, ReplicaView, View
-
-if TYPE_CHECKING:
-    from thunderagent.programs.model.records.signals import Signal
+from thunderagent.programs.state.program import Status
 
 PASS_COUNT = 8
 """How many programs behind the first waiting one may be restored if that does not fit: they pass it."""

@@ -32,22 +32,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import ceil, floor, inf
-from typing import TYPE_CHECKING
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.model.records.signals import (
-    GpuSubmit,
-    ProgramEnd,
-    ToolEnd,
-    ToolNum,
-    ToolStart,
-    WindowUpdate,
-)
+from thunderagent.programs.messages import GpuSubmit, ProgramEnd, Signal, ToolEnd, ToolNum, ToolStart, WindowUpdate
 from thunderagent.programs.policies.papers.mars_memory import Memory
 from thunderagent.programs.policy import Admission, Moment, ProgramView, View
-
-if TYPE_CHECKING:
-    from thunderagent.programs.model.records.signals import Signal
 
 MARS, FEW_LONG = PACKINGS = ("mars", "few-long")
 """The paper's three orders, and ours."""

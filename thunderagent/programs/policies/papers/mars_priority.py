@@ -26,15 +26,12 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.model.places import Phase
-from thunderagent.programs.model.records.signals import GpuEnd, GpuSubmit, ProgramEnd, ToolEnd
+from thunderagent.programs.messages import GpuEnd, GpuSubmit, ProgramEnd, Signal, ToolEnd
 from thunderagent.programs.policy import EnginePriority, Order, ProgramView, View
-
-if TYPE_CHECKING:
-    from thunderagent.programs.model.records.signals import Signal
+from thunderagent.programs.state.program import Phase
 
 LEVEL_FACTOR = 4
 """Each level reaches to this many times the tokens of the one before."""

@@ -7,11 +7,11 @@ If served in order of arrival, a few lost ones delay the many that would soon en
 
 - `orbit-step` takes the length of a program as the sign that it fails: its number is ⌊turns / `window_count`⌋, and the
   lower number comes first.
-- `orbit-judge` asks a judge (`model/advice/verdicts.py`): its number is the program's level, high 0 to lowest 3, and
+- `orbit-judge` asks a judge (`state/program.py`): its number is the program's level, high 0 to lowest 3, and
   that of `orbit-step` until there is a verdict. So without a judge, or with one that never answers, both are the same.
 
-Of equal numbers, the turn that is expected to generate less comes first, by its agent's role (`roles.py`); then the one
-that arrived first. Turns are those of the whole program, over all its branches and sub-agents, granted before this one.
+Of equal numbers, the turn that is expected to generate less comes first, by its agent's role; then the one that
+arrived first. Turns are those of the whole program, over all its branches and sub-agents, granted before this one.
 
 An engine takes one number, and breaks ties by arrival itself: number and expected length are packed into one that fits
 in 31 bits. The paused queue does the same. Neither changes while a turn waits: a role's expected output is read when

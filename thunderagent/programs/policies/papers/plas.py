@@ -31,18 +31,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.model.places import Phase
-from thunderagent.programs.model.records.signals import (
-    GpuEnd,
-    GpuFirstToken,
-    GpuSubmit,
-    ProgramEnd,
-    Signal,
-    ToolEnd,
-    ToolStart,
-)
+from thunderagent.programs.messages import GpuEnd, GpuFirstToken, GpuSubmit, ProgramEnd, Signal, ToolEnd, ToolStart
 from thunderagent.programs.policies.setting_checks import check_whole_from_one
 from thunderagent.programs.policy import EnginePriority, Order, ProgramView, View
+from thunderagent.programs.state.program import Phase
 
 LEVEL_S = 1e9
 """Distance of two levels in the paused queue; inside a level the time of arrival orders."""

@@ -40,11 +40,11 @@ from math import exp2, floor, inf
 from typing import ClassVar
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.places import Phase, Status
+from thunderagent.programs.messages import Reason
 from thunderagent.programs.policies.helpers import home_of, largest_capacity_tokens, without_routed_before
 from thunderagent.programs.policies.setting_checks import check_not_negative
 from thunderagent.programs.policy import ClaimRules, Moment, Placement, Policy, ProgramView, ReplicaView, View
+from thunderagent.programs.state.program import Phase, Status
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,11 +30,11 @@ from math import floor, inf
 from typing import ClassVar
 
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.model.decisions import Reason
-from thunderagent.programs.model.places import Status
+from thunderagent.programs.messages import Reason
 from thunderagent.programs.policies.helpers import home_of
 from thunderagent.programs.policies.setting_checks import check_not_negative
 from thunderagent.programs.policy import ClaimRules, Moment, Placement, Policy, ProgramView, ReplicaView, View
+from thunderagent.programs.state.program import Status
 
 _NEW_TOKENS = 2**50
 """More than any claim: added to the rank of new programs, which are ranked by their claims, too."""

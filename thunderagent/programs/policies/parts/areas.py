@@ -7,17 +7,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from heapq import heapify, heappop, heappush
 from math import fsum, inf
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from thunderagent.programs.model.places import Phase, Status
-from thunderagent.programs.model.records.learned import LengthsRecord
-from thunderagent.programs.model.records.signals import GpuEnd, GpuSubmit, ProgramEnd
+from thunderagent.programs.messages import LengthsRecord
 from thunderagent.programs.policies.helpers import times
-
-if TYPE_CHECKING:  # the view by its one class: see `letting_in.py`
-    from thunderagent.programs.model.program import Program
-    from thunderagent.programs.model.records.signals import Signal
-    from thunderagent.programs.transitions import SchedulerView
+from thunderagent.programs.state.program import Phase, Program, Status, Turn
+from thunderagent.programs.transitions import SchedulerView
 
 ENDS_COUNT: Final = (*range(1, 9), *(round(8 * 2 ** (step / 4)) for step in range(1, 29)))
 """The last turn of each interval: 1 to 8, and then four for each doubling, up to 1,024."""
@@ -175,13 +170,8 @@ class Areas:
             done_count = previous_count = last_count
         return ends
 
-    def _counted(self) -> None:
-        """Take in that a count of the table is another one; make it anew what is known by it, if that changed much."""
-        self._news_count += 1
-        if self._news_count > self._known_count / REFRESH_COUNT:
-            self._refresh()
-
     def _refresh(self) -> None:
+        """Forget what was made of the table, because its counts changed much."""
         self._ends.clear()
         self._news_count = 0
         self._known_count = fsum(self._ended) + fsum(self._passed)
@@ -202,26 +192,11 @@ class Areas:
         self._grown_tokens, self._grown_count = lengths.grown_tokens, lengths.grown_count
         self._refresh()
 
-    def observe(self, view: SchedulerView, signal: Signal) -> None:
-        """Learn how long programs are and how they grow, and look who has waited for too long."""
-        if isinstance(signal, GpuSubmit):
-            self._submitted(view, signal.program_id, signal.held_s)
-        elif isinstance(signal, GpuEnd):
-            if signal.finished:
-                self._turn_finished(view, signal.program_id, signal.turn_id)
-            self._look_for_overdue(view)
-        elif isinstance(signal, ProgramEnd):
-            for known in (self._contexts_tokens, self._passed_counts, self._waits, self._overdue, self._waited_s):
-                known.pop(signal.program_id, None)
-            self._program_ended(signal.turn_count)
-            self._look_for_overdue(view)
-
-    def _submitted(self, view: SchedulerView, program_id: str, held_s: float) -> None:
+    def turn_granted(self, program: Program, turn: Turn, held_s: float) -> None:
+        """Learn how many turns programs have, and forget that this one waited."""
+        program_id = program.program_id
         self._waits.pop(program_id, None)
         self._overdue.pop(program_id, None)
-        program = view.program(program_id)
-        if program is None:
-            return
         if held_s and not program.in_flight:  # the first of the turns that waited together: it waited longest
             self._waited_s[program_id] = self._waited_s.get(program_id, 0.0) + held_s
         if program.turn_count <= self._passed_counts.get(program_id, 0):
@@ -230,34 +205,43 @@ class Areas:
         interval = _INTERVAL_OF.get(program.turn_count)
         if interval is not None:
             self._passed[interval] += 1
-            self._counted()
+            self._news_count += 1
+            if self._news_count > self._known_count / REFRESH_COUNT:
+                self._refresh()
 
-    def _program_ended(self, turn_count: int) -> None:
+    def program_ended(self, view: SchedulerView, program: Program) -> None:
+        """Learn how many turns an ended program had, and look who has waited for too long."""
+        turn_count = program.turn_count
+        for known in (self._contexts_tokens, self._passed_counts, self._waits, self._overdue, self._waited_s):
+            known.pop(program.program_id, None)
         if turn_count:
             self._ended[min(bisect_left(ENDS_COUNT, turn_count), len(ENDS_COUNT) - 1)] += 1
         if fsum(self._ended) > REMEMBERED_COUNT:
             self._ended = [count / 2 for count in self._ended]
             self._passed = [count / 2 for count in self._passed]
-        self._counted()
+        self._news_count += 1
+        if self._news_count > self._known_count / REFRESH_COUNT:
+            self._refresh()
+        if self._due:
+            self._look_for_overdue(view)
 
-    def _turn_finished(self, view: SchedulerView, program_id: str, turn_id: int) -> None:
-        program = view.program(program_id)
-        if program is None:
-            return
-        before_tokens, tokens = self._contexts_tokens.get(program_id, 0), program.context_tokens
-        turn = program.in_flight.get(turn_id)
-        if before_tokens < 0 or (turn is not None and turn.unverified):
-            tokens = UNVERIFIED_TOKENS
-        self._contexts_tokens[program_id] = tokens
-        if 0 < before_tokens <= tokens:
-            self._grown_tokens = FORGETTING_RATIO * self._grown_tokens + (tokens - before_tokens)
-            self._grown_count = FORGETTING_RATIO * self._grown_count + 1
+    def turn_ended(self, view: SchedulerView, program: Program, turn: Turn, finished: bool) -> None:
+        """Learn by how much programs grow, and look who has waited for too long."""
+        if finished:
+            program_id = program.program_id
+            before_tokens, tokens = self._contexts_tokens.get(program_id, 0), program.context_tokens
+            if before_tokens < 0 or turn.unverified:
+                tokens = UNVERIFIED_TOKENS
+            self._contexts_tokens[program_id] = tokens
+            if 0 < before_tokens <= tokens:
+                self._grown_tokens = FORGETTING_RATIO * self._grown_tokens + (tokens - before_tokens)
+                self._grown_count = FORGETTING_RATIO * self._grown_count + 1
+        if self._due:
+            self._look_for_overdue(view)
 
     def _look_for_overdue(self, view: SchedulerView) -> None:
         """Rank those anew who waited for too long. Cost: O(1), and O(log n) for each wait that began."""
         due = self._due
-        if not due:
-            return
         before_s = view.now_s - times(self._bound_ratio, view.median_residence_s)
         while due and due[0][0] < before_s:
             _, program_id, since_s = heappop(due)

@@ -40,10 +40,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from thunderagent.programs.model.records.learned import LengthsRecord
+from thunderagent.programs.messages import LengthsRecord
 from thunderagent.programs.policies.parts.areas import Areas
 from thunderagent.programs.policies.setting_checks import check_not_negative
-from thunderagent.programs.policy import Observe, Order, ProgramView
+from thunderagent.programs.policy import Learner, Order, ProgramView
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class LeastArea(Order):
         """Return the index, or since when it waits, if that is for too long."""
         return float(self.areas.restore_rank(program))
 
-    def observers(self) -> Sequence[Observe]:
+    def learners(self) -> Sequence[Learner]:
         """Return what learns."""
-        return (self.areas.observe,)
+        return (self.areas,)
 
     def export(self) -> LengthsRecord:
         """Return what it learned."""

@@ -23,9 +23,16 @@ from prometheus_client import CollectorRegistry
 from prometheus_client import Counter as CounterMetric
 
 from thunderagent.errors import KeyHeldLimitError, KeyProgramsLimitError
-from thunderagent.programs.messages import TurnAsk, TurnEnd
-from thunderagent.programs.model.decisions import Decision, Grant, is_rejected
-from thunderagent.programs.model.events import Event, TurnProgressed, TurnUnverified
+from thunderagent.programs.messages import (
+    Decision,
+    Event,
+    Grant,
+    TurnAsk,
+    TurnEnd,
+    TurnProgressed,
+    TurnUnverified,
+    is_rejected,
+)
 from thunderagent.proxy.gate.keys.keyring import Key, KeyLimits, caller_key
 from thunderagent.proxy.gate.rate_limit import Bucket
 

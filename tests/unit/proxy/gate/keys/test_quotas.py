@@ -12,9 +12,7 @@ from aiohttp.test_utils import make_mocked_request
 from prometheus_client import CollectorRegistry
 
 from thunderagent.errors import KeyHeldLimitError, KeyNeededError, KeyProgramsLimitError
-from thunderagent.programs.messages import TurnAsk, TurnEnd
-from thunderagent.programs.model.decisions import Grant, Reason, Reject
-from thunderagent.programs.model.events import Tick, TurnProgressed, TurnUnverified
+from thunderagent.programs.messages import Grant, Reason, Reject, Tick, TurnAsk, TurnEnd, TurnProgressed, TurnUnverified
 from thunderagent.proxy.gate.guard import Guard, GuardSettings
 from thunderagent.proxy.gate.held import NO_LIMITS as NO_HELD_LIMITS
 from thunderagent.proxy.gate.held import HeldTurns

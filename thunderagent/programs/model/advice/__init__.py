@@ -1,1 +1,0 @@
-"""Others' advice on programs: hints of clients, routes of operators, verdicts of judges."""
