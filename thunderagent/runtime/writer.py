@@ -51,7 +51,7 @@ class Observers:
         self._numbers = count()
         self._all: dict[int, tuple[Observer, frozenset[type] | None]] = {}
         """By number, with the kinds of events and decisions that each is about; None is all."""
-        self._by_kind: dict[type, tuple[Numbered, ...]] = {}
+        self.by_kind: dict[type, tuple[Numbered, ...]] = {}
         """Observers of a kind; computed when one first comes."""
 
     def __len__(self) -> int:
@@ -61,17 +61,17 @@ class Observers:
         """Call `observer` with what it is `about`; return an idempotent function that ends that."""
         number = next(self._numbers)
         self._all[number] = observer, frozenset(about) or None
-        self._by_kind.clear()
+        self.by_kind.clear()
 
         def stop() -> None:
             self._all.pop(number, None)
-            self._by_kind.clear()
+            self.by_kind.clear()
 
         return stop
 
     def tell(self, event: Event, decisions: Sequence[Decision]) -> None:
         """Tell an event and its decisions to all observers of one of these kinds, once each."""
-        by_kind = self._by_kind
+        by_kind = self.by_kind
         found: Sequence[Numbered] | None = by_kind.get(type(event))
         if found is None:
             found = self._about(type(event))
@@ -88,7 +88,7 @@ class Observers:
         about = tuple(
             (number, observer) for number, (observer, kinds) in self._all.items() if kinds is None or kind in kinds
         )
-        self._by_kind[kind] = about
+        self.by_kind[kind] = about
         return about
 
 
@@ -155,7 +155,10 @@ class Writer:
             self._fleet.push(event)
         elif in_pools and about is Tick and any(type(each) in OF_REPLICAS for _, each, _ in pools.handled):
             self._served.changed()  # some pools were merged
+        by_kind = self.observers.by_kind
+        is_observed = by_kind.get(about) != ()
         for decision in decisions:
+            is_observed = is_observed or by_kind.get(type(decision)) != ()
             self.decision_counts[type(decision), decision.reason] += 1
             if type(decision) is Grant:
                 waiter = self.waiters.get(decision.turn_id)
@@ -163,7 +166,8 @@ class Writer:
                     waiter.set_result(decision)
             else:
                 self._carry_out(decision)
-        self.observers.tell(event, decisions)
+        if is_observed:
+            self.observers.tell(event, decisions)
         if self._event_log is not None:
             if in_pools:
                 self._log_events(lambda event_log: event_log.write_pools(pools.handled))

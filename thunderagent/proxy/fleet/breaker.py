@@ -129,6 +129,8 @@ class Breakers:
         self.knows: Callable[[str], bool] = self._breakers.__contains__
         """Returns whether a replica recently failed a turn; otherwise there is nothing to wait for or to report."""
         self._pressures: dict[str, Pressure] = {}
+        self.is_pressed: Callable[[str], bool] = self._pressures.__contains__
+        """Returns whether a replica said that it was full, and has answered nothing well since."""
         if settings.failure_count:
             runtime.observe(self._heard, *_FEWER)
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from math import inf
 from ssl import SSLContext
@@ -53,11 +53,12 @@ MAX_REPLY_BYTES: Final = 64 * 2**20
 class Outgoing(Protocol):
     """A hook on every request, whoever sends it."""
 
+    @property
+    def answered(self) -> Callable[[int], None] | None:
+        """Notes that the head of an answer of this status arrived; None if nobody wants to know."""
+
     def mend(self, headers: CIMultiDict[str]) -> None:
         """Change the headers in place, before they are sent."""
-
-    def answered(self, status: int) -> None:
-        """Note that the head of the answer arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +200,8 @@ class ReplicaClient:
             raise ReplicaClosedEarlyError(
                 f"replica {replica_id} closed the connection before it answered: {error}", replica_id=replica_id
             ) from None
-        if settings.outgoing is not None:
-            settings.outgoing.answered(answer.status)
+        if settings.outgoing is not None and (answered := settings.outgoing.answered) is not None:
+            answered(answer.status)
         if settings.first_byte_timeout_s is not None and silence_timeout_s is None:
             answer.limit_silence(settings.silence_timeout_s)  # the first byte had another limit
         return answer

@@ -184,7 +184,8 @@ def identify(
     fields = read_fields(text)
     if fields is None:
         return None
-    said, header = heard_in(headers, rules.program_headers, notes)
+    heard: tuple[Said, str] | None = None if notes is None else notes.get("heard")
+    said, header = heard or heard_in(headers, rules.program_headers, notes)
     program_id, source = _program_of(path_id, headers, said, header, fields, rules)
     bucket = ""
     if program_id is None and rules.infers_buckets and (fields.prompt_cache_key is not None or fields.metadata):
@@ -205,6 +206,9 @@ def identify(
     hint = None
     if fields.agent_hint is not None or fields.vllm_xargs is not None or fields.nvext is not None:
         hint = hint_in(fields.agent_hint, fields.vllm_xargs, fields.nvext)
+    engine_id: object = fields.rid  # SGLang's; then vLLM's header, which overrides its field
+    if not isinstance(engine_id, str):
+        engine_id = headers.get(REQUEST_ID_HEADER) or fields.request_id
     return TurnRequest(
         program_id,
         source,
@@ -229,9 +233,9 @@ def identify(
         media,
         fields.model,
         hint,
-        _engine_request_id(fields, headers),
+        engine_id if isinstance(engine_id, str) and len(engine_id) <= MAX_ID_CHARS else "",
         bucket,
-        _docker_ids(fields),
+        () if fields.docker_ids is UNSET and fields.extra_body is None else _docker_ids(fields),
     )
 
 
@@ -370,11 +374,3 @@ def _leaves_usage_out(stream_options: object) -> bool:
         wish = stream_options.get("include_usage")
         return wish is None or flag_of(wish) is False
     return stream_options is None
-
-
-def _engine_request_id(fields: BodyFields, headers: CIMultiDictProxy[str]) -> str:
-    """Return the client's id for a request: SGLang's field, vLLM's header, or its field, which the header overrides."""
-    named = fields.rid
-    if not isinstance(named, str):
-        named = headers.get(REQUEST_ID_HEADER) or fields.request_id
-    return named if isinstance(named, str) and len(named) <= MAX_ID_CHARS else ""

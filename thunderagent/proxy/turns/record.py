@@ -53,13 +53,12 @@ from multidict import CIMultiDictProxy, istr
 
 from thunderagent.errors import RequestError
 from thunderagent.faults import nearest_hint
-from thunderagent.leases import FAIL_OPEN, TurnAsk, TurnHint
+from thunderagent.leases import FAIL_OPEN, Lease, TurnAsk, TurnHint
 from thunderagent.log_lines import TurnLine
 from thunderagent.programs.messages import ProgramLimits, least_of
 from thunderagent.programs.model.advice.hints import MAX_NEXT_TURN_S, OFFLOAD, RETAIN
 from thunderagent.proxy.gate.tenancy import Tenancy
-from thunderagent.proxy.reading.answer_errors import AnswerError
-from thunderagent.proxy.reading.answers import Completions
+from thunderagent.proxy.reading.answers import AnswerError, Completions
 from thunderagent.proxy.reading.body_fields import in_utf8
 from thunderagent.proxy.reading.dialects import NO_USAGE, TURN_DIALECTS, Dialect
 from thunderagent.proxy.reading.identity import IdentityRules, TurnRequest, identify, identify_side_call
@@ -250,7 +249,8 @@ def read_turn(
     The second is its prompt, if the program must be inferred from it. A body that is not a JSON object, or an unknown
     API, makes an anonymous turn; so does a replica that the client chose.
     """
-    body = in_utf8(body)
+    if body[:1] != b"{" or body[1:2] == b"\0":
+        body = in_utf8(body)
     if tenancy is not None:
         rules = tenancy.rules(rules)
     dialect = TURN_DIALECTS.get(target.spelt)
@@ -411,6 +411,15 @@ class Record:
             and len(self.turn.body) == len(other.turn.body)
             and self.turn.body == other.turn.body
         )
+
+    def granted(self, lease: Lease) -> None:
+        """Note where it runs, and how long it was held."""
+        self.supersedes_id = None
+        self.replica_id = lease.replica_id
+        self.generation = lease.generation
+        self.reason = lease.reason
+        self.held_s += lease.held_s
+        self.tries_count += 1
 
     def failed(self, cause: str) -> None:
         """Note that its replica failed it after its answer had begun."""

@@ -18,7 +18,7 @@ from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.reading.capture import Capture, Captured, OutputRead, ask
 from thunderagent.proxy.turns.record import Record
 from thunderagent.proxy.watch.rollouts import Rollouts
-from thunderagent.proxy.wire.request_id import REQUEST_ID
+from thunderagent.proxy.wire.headers import REQUEST_ID
 from thunderagent.rollouts.records import Missing, Output, Rollout, Span, Turn
 from thunderagent.rollouts.table import NOTHING, Answered, Entry
 from thunderagent.rollouts.tokens import UNREADABLE, in_planes, logprob_bytes, packed_text

@@ -21,9 +21,7 @@ from thunderagent.errors import ReplicaAnswerTooLargeError, ReplicaError
 from thunderagent.leases.open_lease import OpenLease
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
-from thunderagent.proxy.reading.answer_errors import error_of_body
-from thunderagent.proxy.reading.answers import StreamUsage, decoded, includes_last, read_answer
-from thunderagent.proxy.reading.dialects.base import KeepId
+from thunderagent.proxy.reading.answers import StreamUsage, decoded, error_of_body, includes_last, read_answer
 from thunderagent.proxy.reading.dialects.tool_calls import StreamToolCalls
 from thunderagent.proxy.reading.inference import Inference
 from thunderagent.proxy.reading.outline import LARGE_BODY_BYTES
@@ -80,7 +78,7 @@ class Relay:
         """Read with `client`; `made` records who made which answer, `inference` how prompts go on, if it is on."""
         self._client = client
         self._forwarding = forwarding
-        self._made = made
+        self.made = made
         self._inference = inference
         self._metrics = metrics
         self._websockets = websockets
@@ -166,7 +164,7 @@ class Relay:
             encoding = upstream.headers.get(CONTENT_ENCODING)
             if record.completions is not None:
                 record.completions.read_answer(body, encoding)
-            keep_id = self.keep_id(record, lease.granted.replica_id)
+            keep_id = partial(self.made.keep, replica_id=lease.granted.replica_id, tenant=record.turn.tenant)
             record.usage, record.tool = read_answer(record.dialect, body, encoding, keep_id)
             if not record.is_judged:
                 record.error = error_of_body(body if encoding is None else decoded(body, encoding) or b"")
@@ -224,10 +222,6 @@ class Relay:
             self._forwarding.failed(lease, error)
         else:
             self._end_lease(record, lease)
-
-    def keep_id(self, record: Record, replica_id: str) -> KeepId:
-        """Return a function that records which answers a replica made for a turn."""
-        return partial(self._made.keep, replica_id=replica_id, tenant=record.turn.tenant)
 
     def remember(self, record: Record) -> None:
         """Remember once how the next prompt of an inferred program begins."""
@@ -294,7 +288,9 @@ class _Streamed:
             take_out=record.turn.usage_added,
             content_encoding=encoding,
             listener=self.tool_calls.read if record.completions is None else self._listen,
-            reader=record.dialect.reader(relay.keep_id(record, lease.granted.replica_id)),
+            reader=record.dialect.reader(
+                partial(relay.made.keep, replica_id=lease.granted.replica_id, tenant=record.turn.tenant)
+            ),
         )
 
     def take(self, piece: bytes) -> Wait:

@@ -40,7 +40,7 @@ from thunderagent.programs.messages import TurnAsk, TurnEnd
 from thunderagent.programs.model.decisions import Decision, Grant, Release, is_rejected
 from thunderagent.programs.model.events import Event, TurnStarted
 from thunderagent.proxy.wire.aiohttp_request import told_path
-from thunderagent.proxy.wire.request_id import REQUEST_ID
+from thunderagent.proxy.wire.headers import REQUEST_ID
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -10,7 +10,7 @@ from aiohttp import web
 from thunderagent.errors import BodyTooLargeError, RequestError, ThunderAgentError
 from thunderagent.proxy.wire.aiohttp_request import mark, send_if_large, target_of, told_path
 from thunderagent.proxy.wire.errors import ErrorAnswer, answer_of, plain_answer
-from thunderagent.proxy.wire.request_id import REQUEST_ID
+from thunderagent.proxy.wire.headers import REQUEST_ID
 
 log = structlog.get_logger("thunderagent.proxy")
 

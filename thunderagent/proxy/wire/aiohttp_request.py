@@ -20,7 +20,7 @@ from thunderagent.errors import RequestError
 from thunderagent.proxy.reading.header_words import REQUEST_ID_HEADER
 from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.wire.exchange import KeptBody
-from thunderagent.proxy.wire.request_id import REQUEST_ID
+from thunderagent.proxy.wire.headers import REQUEST_ID
 
 log = structlog.get_logger("thunderagent.stall")
 

@@ -117,8 +117,6 @@ class Lent(asyncio.Transport):
 
     def _end(self) -> None:
         self._transport = self._borrower = None
-        if self._chunks is not None:
-            self._chunks.close()
 
     # --- for the connection --------------------------------------------------------------------------------------
 
