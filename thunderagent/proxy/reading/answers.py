@@ -23,7 +23,7 @@ import msgspec
 from thunderagent.proxy.reading.dialects.base import NO_USAGE, Completion, Dialect, KeepId, Usage, UsageReader
 from thunderagent.proxy.reading.dialects.openai import ChoicesReader
 from thunderagent.proxy.reading.dialects.structs import AnswerErrorFields, Calls
-from thunderagent.proxy.reading.dialects.tool_calls import key_of, may_call
+from thunderagent.proxy.reading.dialects.tool_calls import StreamToolCalls, key_of, may_call
 from thunderagent.proxy.reading.json_cost import MIN_LISTED_COUNT, is_cheap, is_readable
 from thunderagent.proxy.reading.sse import UNREADABLE, data_of, end_of_last_event, events_in
 
@@ -254,7 +254,7 @@ def says_something(events: bytes) -> bool:
 
 
 class StreamUsage:
-    """Follows a stream of server-sent events for its usage.
+    """Follows a stream of server-sent events for its usage, its tool calls, and an error.
 
     `feed` takes the bytes as they come, split anywhere, and returns the bytes to relay. With `take_out`, usage was
     requested on the client's behalf: whole events are relayed as soon as they are complete, and the one event that has
@@ -266,6 +266,7 @@ class StreamUsage:
     """
 
     __slots__ = (
+        "_calls",
         "_carry",
         "_decompress",
         "_is_read",
@@ -294,6 +295,7 @@ class StreamUsage:
         """
         self._listener = listener
         self._reader = reader or ChoicesReader()
+        self._calls: StreamToolCalls | None = None
         is_plain = (content_encoding or "identity") == "identity"
         self._decompress = None if is_plain else decompressor(content_encoding, MAX_EVENT_BYTES)
         self._is_read = is_plain or self._decompress is not None
@@ -312,25 +314,53 @@ class StreamUsage:
         """The usage as far as the stream reported it."""
         return self._reader.usage
 
+    @property
+    def tool(self) -> str:
+        """The key of what the stream calls so far; empty if nothing."""
+        return self._calls.key() if self._calls is not None else ""
+
     def feed(self, piece: bytes) -> bytes:
         """Take the next bytes of the stream, and return what the client gets now."""
         if not self._is_read:
             return piece
+        whole = piece
+        if self._decompress is not None or self._carry or not piece.endswith(b"\n\n"):  # most pieces are whole events
+            found = self._completed(piece)
+            if found is None:
+                return piece
+            whole = found
+        if not whole:
+            return b"" if self._take_out else piece
+        self.events_count += whole.count(b"\ndata:") + whole.startswith(b"data:")  # a text may hold the word
+        if whole.find(b"\r") >= 0:
+            self.events_count += whole.count(b"\rdata:")
+        self.last_events = whole
+        self._reader.read(whole)
+        if self.error is None and may_hold_error(whole):
+            self.error = error_of_events(whole)
+        if self._calls is not None or may_call(whole):
+            self._calls = self._calls or StreamToolCalls()
+            self._calls.read(whole)
+        if self._listener is not None:
+            self._listener(whole)
+        return self._without_usage(whole) if self._take_out else piece
+
+    def _completed(self, piece: bytes) -> bytes | None:
+        """Return the events that are whole with this piece, decoded, and keep the rest; None if it cannot be read."""
         plain = piece
         if self._decompress is not None:
             try:
                 plain = self._decompress(piece)
             except zlib.error:
                 self._is_read = False
-                return piece
+                return None
         data = self._carry + plain if self._carry else plain
         end = end_of_last_event(data, max(0, len(self._carry) - 3))
         whole, self._carry = data[:end], data[end:]
         if len(self._carry) > MAX_EVENT_BYTES:
             self._is_read, whole, self._carry = False, data, b""
         self.pending_bytes = len(self._carry)
-        relayed = self._read_events(whole) if whole else b""
-        return relayed if self._take_out else piece
+        return whole
 
     def rest(self) -> bytes:
         """Return what is left to relay when the stream has ended: an incomplete event."""
@@ -342,19 +372,6 @@ class StreamUsage:
         if self._take_out:
             return self._last_choice
         return b"\n\n" if self._carry else b""
-
-    def _read_events(self, whole: bytes) -> bytes:
-        """Read whole events, and return those that the client gets now."""
-        self.events_count += whole.count(b"\ndata:") + whole.startswith(b"data:")  # a text may hold the word
-        if whole.find(b"\r") >= 0:
-            self.events_count += whole.count(b"\rdata:")
-        self.last_events = whole
-        self._reader.read(whole)
-        if self.error is None and may_hold_error(whole):
-            self.error = error_of_events(whole)
-        if self._listener is not None:
-            self._listener(whole)
-        return self._without_usage(whole) if self._take_out else whole
 
     def _without_usage(self, whole: bytes) -> bytes:
         """Return the events without the one that only we asked for."""

@@ -372,5 +372,5 @@ def _leaves_usage_out(stream_options: object) -> bool:
     """Return whether a stream as requested has no usage; odd values are the engine's to judge."""
     if isinstance(stream_options, dict):
         wish = stream_options.get("include_usage")
-        return wish is None or flag_of(wish) is False
+        return wish is None or (wish is not True and flag_of(wish) is False)
     return stream_options is None

@@ -208,16 +208,20 @@ class Answer:
                 continue
             if self.is_whole:
                 return
+            if self._failure is not None:
+                kind, why = self._failure
+                raise kind(why)
             self._sink = sink
+            self._waiter = waiter = asyncio.get_running_loop().create_future()
             try:
-                await self._change()
+                await waiter
             except BaseException:
                 if isinstance(self._wait, Coroutine):
                     self._wait.close()  # nobody will await it
                 self._wait = None
                 raise
             finally:
-                self._sink = None
+                self._sink = self._waiter = None
             raised, self._raised = self._raised, None
             if raised is not None:
                 try:
@@ -288,8 +292,9 @@ class Answer:
         self._connection = None
         self.is_whole = failure is None
         self._failure = failure
-        if self._waiter is not None:
-            self._tell()
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def _taken(self) -> bytes:
         found, self._pieces, self._pieces_bytes = b"".join(self._pieces), [], 0
