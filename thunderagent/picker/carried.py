@@ -15,8 +15,8 @@ import structlog
 from multidict import CIMultiDict
 
 from thunderagent.errors import TooManyHeldError
-from thunderagent.leases import LeaseSource, TurnAsk
-from thunderagent.leases.open_lease import OpenLease
+from thunderagent.leases import TurnAsk
+from thunderagent.leases.open_lease import LeaseSource, OpenLease
 from thunderagent.picker import messages
 from thunderagent.picker.addresses import Addresses
 from thunderagent.picker.stream import Stream

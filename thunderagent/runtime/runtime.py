@@ -165,6 +165,8 @@ class Runtime:
         """Which models are served where."""
         self._writer = Writer(self.pools, self._fleet, self.served, clock, event_log)
         self._waiters = self._writer.waiters
+        self.dispatch: Callable[[Event], list[Decision]] = self._writer.dispatch
+        """Hands one event to the scheduler and carries out its decisions."""
         self.decision_counts = self._writer.decision_counts
         """Decisions by kind and reason."""
         self.operator = Operator(self.pools, self._writer, clock)
@@ -633,10 +635,6 @@ class Runtime:
     async def run(self) -> None:
         """Tick until cancelled, or until the scheduler or its policy raised: then raise that, to end the process."""
         await self._writer.run(self.settings.tick_s)
-
-    def dispatch(self, event: Event) -> list[Decision]:
-        """Hand one event to the scheduler and carry out its decisions."""
-        return self._writer.dispatch(event)
 
     def _superseded_or(self, outcome: str, turn_id: int) -> str:
         """Return the outcome of a turn: superseded if it was replaced, otherwise `outcome`."""

@@ -165,7 +165,9 @@ class Writer:
                 if waiter is not None and not waiter.done():
                     waiter.set_result(decision)
             else:
-                self._carry_out(decision)
+                if type(decision) is Reject:
+                    self._wake_rejected(decision)
+                log_decision(decision)
         if is_observed:
             self.observers.tell(event, decisions)
         if self._event_log is not None:
@@ -189,13 +191,11 @@ class Writer:
             log.error("event_log_given_up", why=error.strerror or str(error))  # noqa: TRY400 - it says all
             self._event_log = None
 
-    def _carry_out(self, decision: Decision) -> None:
-        """Log a decision other than a grant, and wake a rejected turn; claims moved when it was decided."""
-        if type(decision) is Reject:
-            waiter = self.waiters.get(decision.turn_id)
-            if waiter is not None and not waiter.done():
-                waiter.set_exception(refusal_of(decision, self._pools))
-        log_decision(decision)
+    def _wake_rejected(self, decision: Reject) -> None:
+        """Raise the error of a rejected turn where it waits."""
+        waiter = self.waiters.get(decision.turn_id)
+        if waiter is not None and not waiter.done():
+            waiter.set_exception(refusal_of(decision, self._pools))
 
 
 _NOT_FORWARDED: Final = "; the turn was not forwarded"

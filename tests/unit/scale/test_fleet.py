@@ -15,7 +15,7 @@ from thunderagent.leases import ReplicaState, TurnAsk
 from thunderagent.programs.model.decisions import Decision, Release
 from thunderagent.programs.model.events import Event
 from thunderagent.programs.model.fleet_events import ReplicaDown, ReplicaDraining, ReplicaRemoved, ReplicaUp
-from thunderagent.proxy.fleet.replicas import KnownReplica
+from thunderagent.proxy.fleet.known import KnownReplica
 from thunderagent.scale.gateway.fleet import RemoteFleet
 from thunderagent.scale.gateway.refusals import error_of
 from thunderagent.scale.messages import Refusal, RemoteReplica, Replicas

@@ -40,7 +40,7 @@ from typing import Final
 import structlog
 
 from thunderagent.errors import ReplicaError, ReplicaRemovedError, ReplicaTrippedError
-from thunderagent.leases import FleetSource
+from thunderagent.leases.open_lease import FleetSource
 from thunderagent.programs.model.decisions import Decision
 from thunderagent.programs.model.events import Event
 from thunderagent.programs.model.fleet_events import ReplicaDown, ReplicaDraining, ReplicaRemoved

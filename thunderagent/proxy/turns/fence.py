@@ -35,13 +35,14 @@ from msgspec.structs import replace
 from multidict import istr
 
 from thunderagent.errors import NoRoomInTimeError, ProgramReleasedError, ProgramStaleError, RequestError
-from thunderagent.leases import FleetSource, Lease, TurnAsk
-from thunderagent.leases.open_lease import OpenLease
+from thunderagent.leases import Lease, TurnAsk
+from thunderagent.leases.open_lease import FleetSource, OpenLease
 from thunderagent.programs.messages import PrefixCut
 from thunderagent.programs.model.decisions import Decision, Release
 from thunderagent.programs.model.events import Event
 from thunderagent.programs.model.fleet_events import GrantsContinued, GrantsSuspended, ReplicaDown, ReplicaUp
-from thunderagent.proxy.fleet.replicas import KnownReplica, Replicas
+from thunderagent.proxy.fleet.known import KnownReplica
+from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.reading.capture import CHAT, COMPLETIONS, GENERATE, RESPONSES, TOKENS
 from thunderagent.proxy.reading.json_splice import put_value, value_of
 from thunderagent.proxy.reading.outline import read_aside

@@ -39,8 +39,8 @@ from thunderagent.errors import (
     TurnAbortedError,
     TurnSupersededError,
 )
-from thunderagent.leases import Lease, LeaseSource
-from thunderagent.leases.open_lease import OpenLease
+from thunderagent.leases import Lease
+from thunderagent.leases.open_lease import LeaseSource, OpenLease
 from thunderagent.log_lines import line_writer
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.made_answers import MadeAnswers

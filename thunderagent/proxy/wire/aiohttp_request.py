@@ -93,14 +93,6 @@ async def write(request: web.Request, response: web.StreamResponse, data: bytes)
         await _within_limit(request, response.write(data))
 
 
-async def send_if_large(request: web.Request, response: web.StreamResponse) -> None:
-    """Send a whole answer that may wait for its client; small ones are left to the server. Raises like `write`."""
-    body = response.body if isinstance(response, web.Response) and not response.prepared else None
-    if isinstance(body, bytes) and len(body) > NEVER_WAITS_BYTES:
-        await response.prepare(request)
-        await write_eof(request, response)
-
-
 async def write_eof(request: web.Request, response: web.StreamResponse) -> None:
     """End an answer. Raises like `write`."""
     await _within_limit(request, response.write_eof())

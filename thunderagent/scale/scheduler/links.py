@@ -30,7 +30,8 @@ from thunderagent.errors import BadFrameError, ShuttingDownError, StandingByErro
 from thunderagent.programs.model.decisions import Decision, Release
 from thunderagent.programs.model.events import Event
 from thunderagent.proxy.admin.cell import CellReport
-from thunderagent.proxy.fleet.replicas import NOT_POLLED, Replicas, Watcher
+from thunderagent.proxy.fleet.known import NOT_POLLED
+from thunderagent.proxy.fleet.replicas import Replicas, Watcher
 from thunderagent.runtime import Runtime
 from thunderagent.scale import messages
 from thunderagent.scale.messages import Deposed, Frame, Hello
