@@ -40,6 +40,7 @@ from thunderagent.proxy.reading.dialects.openai import OpenAI
 from thunderagent.proxy.reading.dialects.structs import BodyFields
 from thunderagent.proxy.reading.header_words import (
     NO_WORDS,
+    NOTHING_TOLD,
     REQUEST_ID_HEADER,
     Said,
     check_program_id,
@@ -83,23 +84,19 @@ class TurnRequest(NamedTuple):
     program_id: str | None
     source: str
     branch_id: str
-    group_id: str
     body: bytes
     usage_added: bool
     prefix: tuple[PrefixCut, ...]
     is_final: bool = False
     has_whole_prompt: bool = True
-    parent_id: str = ""
     tenant: str = ""
-    program_class: str = ""
+    told: Mapping[str, str] = NOTHING_TOLD
+    """Further fields of its `TurnAsk`, which its headers say and nobody reads on the way."""
     streams: bool = False
     previous_response_id: str = ""
     has_token_prompt: bool = False
     """Whether its `prompt` is token ids rather than text."""
-    role: str = ""
     outcome: str = ""
-    parent_branch_id: str = ""
-    """The branch that waits for this one; empty is the main branch."""
     told_id: str = ""
     """The program named by an anonymous turn."""
     is_unknown: bool = False
@@ -213,21 +210,17 @@ def identify(
         program_id,
         source,
         words.branch_id,
-        words.group_id,
         body,
         usage_added,
         prefix,
         words.is_final,
         previous_id is None,
-        words.parent_id,
         words.tenant,
-        words.program_class,
+        words.told,
         streams,
         previous_id if isinstance(previous_id, str) else "",
         bool(fields.prompt) and holds_token_ids(fields.prompt),
-        words.role,
         outcome_of(headers) if words.is_final else "",
-        words.parent_branch_id,
         "",
         False,
         media,

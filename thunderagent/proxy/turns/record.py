@@ -283,7 +283,6 @@ def _unread(target: Target, headers: CIMultiDictProxy[str], body: bytes, rules: 
         None,
         call.source,
         "",
-        "",
         call.body,
         usage_added=False,
         prefix=(),
@@ -490,16 +489,11 @@ def ask_for(
     if record.tenancy is not None and turn.program_id is not None:
         limits = least_of(record.tenancy.program_limits, limits)
     waited = record.tries_count or record.patience.retry_count
-    return TurnAsk(
+    ask = TurnAsk(
         turn_id=record.turn_id,
         program_id=turn.program_id,
         branch_id=turn.branch_id,
-        parent_branch_id=turn.parent_branch_id,
-        parent_id=turn.parent_id,
         tenant=turn.tenant,
-        group_id=turn.group_id,
-        program_class=turn.program_class,
-        role=turn.role,
         prompt_bytes=record.prompt_bytes,
         prefix=turn.prefix,
         media=turn.media.media,
@@ -515,6 +509,9 @@ def ask_for(
         engine_request_id=turn.engine_request_id,
         limits=limits,
     )
+    for name, word in turn.told.items():
+        setattr(ask, name, word)
+    return ask
 
 
 # --- Its attempts

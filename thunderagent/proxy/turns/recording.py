@@ -129,9 +129,9 @@ class Recording:
                 program_id=program_id,
                 generation=generation,
                 tenant=turn.tenant,
-                group_id=turn.group_id,
-                parent_id=turn.parent_id,
-                program_class=turn.program_class,
+                group_id=turn.told.get("group_id", ""),
+                parent_id=turn.told.get("parent_id", ""),
+                program_class=turn.told.get("program_class", ""),
                 began_at=self._began_at,
             )
         )
