@@ -199,7 +199,9 @@ class Guard:
             self.origins.check_page(asked)
         if self._checks_keys_or_rate or not asked.is_whole or hdrs.CONTENT_ENCODING in headers:
             return self._let_come(asked, for_admin=for_admin)
-        self._take_whole(asked)
+        asked.body = body = asked.taken()
+        if len(body) > self._settings.max_body_bytes:
+            raise BodyTooLargeError(too_large(len(body), self._settings.max_body_bytes))
         return None
 
     async def _let_come(self, asked: Asked, *, for_admin: bool) -> KeptBody | None:

@@ -299,7 +299,10 @@ class Turns:
             record.tenancy.mend(headers)
         if self._settings.heartbeat_s is not None:
             self._may_beat(exchange, record, self._settings.heartbeat_s)
-        deadline_s, failed_s = self._deadline_s(record), 0.0
+        deadline_s: float | None = None
+        failed_s = 0.0
+        if record.patience.patience_s is not None or record.observed_s is not None:
+            deadline_s = self._deadline_s(record)
         give_up_s = deadline_s if deadline_s is not None else self._leases.now_s() + self._settings.no_replica_limit_s
         while True:
             asked_s = monotonic()

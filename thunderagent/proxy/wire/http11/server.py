@@ -453,7 +453,9 @@ class Waiting:
         """Wait for the next head; first for pending output to be read, if that is waited for."""
         if self.due_s == inf or self._asked is not None:
             self._asked = None
-            self._until(self._idle_s)
+            self.due_s = due_s = self._loop.time() + self._idle_s
+            if due_s < self._sweep.timer_s:
+                self._sweep.hasten(due_s)
 
     def for_room(self) -> None:
         """Wait for the client to read some of the output."""
