@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 from typing import Annotated, Final, Protocol, TypeVar
 
@@ -86,15 +86,21 @@ def _alike_count(one: str, other: str) -> int:
     return next(differs, min(len(one), len(other)))
 
 
-@cache
+_known_keys: dict[type[BaseModel], tuple[list[list[str]], frozenset[str]]] = {}
+
+
 def _keys_of(model: type[BaseModel]) -> tuple[list[list[str]], frozenset[str]]:
-    """Return all names of each field, and those of all fields together."""
+    """Return all names of each field, and those of all fields together; computed once for each model."""
+    known = _known_keys.get(model)
+    if known is not None:
+        return known
     aliases = {name: field.validation_alias for name, field in model.model_fields.items()}
     fields = [
         [str(each) for each in alias.choices] if isinstance(alias, AliasChoices) else [name]
         for name, alias in aliases.items()
     ]
-    return fields, frozenset(chain.from_iterable(fields))
+    _known_keys[model] = fields, frozenset(chain.from_iterable(fields))
+    return _known_keys[model]
 
 
 def report_response(report: BaseModel, *, status: int = 200, without_unset: bool = False) -> web.Response:
