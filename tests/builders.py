@@ -8,7 +8,7 @@ from math import inf
 from typing import Any
 from zlib import crc32
 
-from thunderagent.leases import LeaseSource
+from thunderagent.leases.open_lease import LeaseSource
 from thunderagent.programs.invariants import check
 from thunderagent.programs.learned.holding import HoldingPlan
 from thunderagent.programs.learned.knowledge import Knowledge

@@ -158,12 +158,15 @@ _CONTROL = re.compile(rb"\x7f|\xc2[\x80-\x9f]|\xe2\x80[\xa8\xa9]")
 _encoder = msgspec.json.Encoder()
 
 
-def line_writer(logger: structlog.typing.FilteringBoundLogger) -> Callable[[Line], None]:
-    """Return a function that writes lines of one kind for a logger: bypassing structlog if its lines are JSON."""
+def line_writer(logger: structlog.typing.FilteringBoundLogger) -> Callable[[Line], None] | None:
+    """Return a function that writes lines of one kind for a logger: bypassing structlog if its lines are JSON.
+
+    None if the log's level leaves them out.
+    """
     bound = logger.bind()
     lines = getattr(bound, "_logger", None)
     if isinstance(lines, LineLogger):
-        return lines.info if lines.wants_info else lambda _: None
+        return lines.info if lines.wants_info else None
 
     def write(line: Line) -> None:
         fields = msgspec.structs.asdict(line)

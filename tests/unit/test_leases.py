@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from tests.builders import asked
-from thunderagent.leases import Lease, LeaseSource, ReplicaMap, ReplicaState, TurnAsk, TurnEnd
-from thunderagent.leases.open_lease import OpenLease
+from thunderagent.leases import Lease, ReplicaMap, ReplicaState, TurnAsk, TurnEnd
+from thunderagent.leases.open_lease import LeaseSource, OpenLease
 from thunderagent.programs.messages import ReplicaPolled
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.scheduler import Scheduler

@@ -27,6 +27,8 @@ class DetectedBackend:
     metrics_path: str = "/metrics"
     health_path: str = "/health"
     found: Backend | None = field(default=None, init=False)
+    notices: Notices | None = field(default=None, init=False)
+    """How to tell the detected kind of turns and programs."""
 
     @property
     def kind(self) -> str:
@@ -73,23 +75,18 @@ class DetectedBackend:
         """Return whether the detected kind does; an unknown one may accept any name."""
         return self.found is not None and self.found.refuses_models
 
-    @property
-    def notices(self) -> Notices | None:
-        """Return how to tell the detected kind."""
-        return self.found.notices if self.found is not None else None
-
     def read_metrics(self, exposition: str, ranks_count: int = 1) -> ReplicaReading:
         """Read an exposition as the kind whose metrics it contains."""
         for prefix, backend in _BY_PREFIX.items():
             if exposition.startswith(prefix) or f"\n{prefix}" in exposition:
-                self.found = backend
+                self.found, self.notices = backend, backend.notices
         return self.found.read_metrics(exposition, ranks_count) if self.found is not None else NOTHING_READ
 
     def read_info(self, info: str) -> int | None:
         """Read the server's information; only SGLang's contains a capacity."""
         capacity_tokens = _BY_PREFIX["sglang:"].read_info(info)
         if capacity_tokens is not None:
-            self.found = _BY_PREFIX["sglang:"]
+            self.found, self.notices = _BY_PREFIX["sglang:"], _BY_PREFIX["sglang:"].notices
         return capacity_tokens
 
     def read_uncached(self, info: str) -> bool | None:

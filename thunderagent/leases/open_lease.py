@@ -1,13 +1,16 @@
-"""A lease while its holder has it: it comes back exactly once, whatever happens."""
+"""A lease while its holder has it: it comes back exactly once, whatever happens. And who grants leases."""
 
 # compiled: each turn passes here
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Protocol, Self
 
-from thunderagent.leases import Lease, Outcome, TurnEnd
+from thunderagent.leases import UNBOUNDED, Lease, Outcome, ReplicaMap, TurnAsk, TurnEnd
+from thunderagent.programs.messages import Decision, Event
 
 
 class LeaseKeeper(Protocol):
@@ -107,3 +110,74 @@ class OpenLease:
             self._ended, of = True, self.granted
             about = of.turn_id, of.program_id, of.generation
             self._keeper.ended(TurnEnd(*about, outcome, is_error=is_error, verdict=verdict, cause=cause))
+
+
+class LeaseSource(Protocol):
+    """Grants leases: the runtime of this process, or a link to a remote scheduler."""
+
+    @property
+    def replicas(self) -> ReplicaMap:
+        """Return the replicas, as last pushed."""
+
+    def now_s(self) -> float:
+        """Return monotonic seconds."""
+
+    def new_turn_id(self) -> int:
+        """Return an id that no turn had before."""
+
+    async def lease(self, ask: TurnAsk, while_held: AbstractContextManager[object] = UNBOUNDED) -> OpenLease:
+        """Wait for permission to run one turn. `while_held` is entered if it is held, and left with the lease.
+
+        Raises what `while_held` raises, and `ProgramReleasedError`, `ProgramHopelessError`, `ProgramLimitError`,
+        `NoReplicaError`, `NoRoomInTimeError`, `TooManyProgramsError`, `TurnAbortedError`, `UnknownModelError` or
+        `ShuttingDownError` if there will be none. Cancelling the wait takes the turn out of the queue.
+        """
+
+    def home_of(self, program_id: str, model: str = "") -> str | None:
+        """Return the replica of a program, if that is up; None for a program without one, or an unknown one.
+
+        With several pools it is that of the model's.
+        """
+
+    def tenant_of(self, program_id: str) -> str | None:
+        """Return a live program's tenant; None if there is no such program."""
+
+    def lives(self, program_id: str, generation: int) -> bool:
+        """Return whether this incarnation of a program still lives."""
+
+    def turns_count(self, replica_id: str) -> int:
+        """Return how many turns have leases on a replica."""
+
+    def aborted_ago_s(self, replica_id: str) -> float:
+        """Return how long ago a trainer aborted what runs on a replica; infinite if never, or that is unknown here."""
+
+    def release(self, program_id: str, generation: int | None = None, outcome: str = "") -> bool:
+        """End a program; return False if there is none of that id and generation. Idempotent.
+
+        `outcome` says how it ended: `success`, `failure`, or empty.
+        """
+
+
+class FleetSource(LeaseSource, Protocol):
+    """The same, for the keeper of the replicas: it is told of them, and reports what it sees of them."""
+
+    def observe(self, observer: Callable[[Event, Sequence[Decision]], None], *about: type) -> Callable[[], None]:
+        """Call `observer` with each event, or with those that it is `about`; return a function that ends that."""
+
+    def ids_serving(self, model: str) -> Collection[str]:
+        """Return the replicas that serve a model. Raises `UnknownModelError`."""
+
+    def replica_at(self, replica_id: str, url: str) -> None:
+        """Set a replica's URL."""
+
+    def replica_removed(self, replica_id: str) -> None:
+        """Report that a replica is gone for good."""
+
+    def replica_tripped(self, replica_id: str, *, tripped: bool, why: str = "") -> None:
+        """Report that a replica that is up fails turn after turn, or that it may be tried again."""
+
+    def replica_recovered(self, replica_id: str) -> None:
+        """Report that a replica that was tripped has answered a turn well: it is no longer failing."""
+
+    def replica_pressed(self, replica_id: str, for_s: float, why: str) -> None:
+        """Report that a replica says it is full: it is granted nothing for that time."""

@@ -15,15 +15,14 @@ import structlog
 from multidict import CIMultiDict
 
 from thunderagent.errors import TooManyHeldError
-from thunderagent.leases import LeaseSource, TurnAsk
-from thunderagent.leases.open_lease import OpenLease
+from thunderagent.leases import TurnAsk
+from thunderagent.leases.open_lease import LeaseSource, OpenLease
 from thunderagent.picker import messages
 from thunderagent.picker.addresses import Addresses
 from thunderagent.picker.stream import Stream
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
 from thunderagent.proxy.gate.held import HeldTurns, KeptBody
 from thunderagent.proxy.reading.answers import StreamUsage, includes_last, read_answer
-from thunderagent.proxy.reading.dialects.tool_calls import StreamToolCalls
 from thunderagent.proxy.turns.record import Record
 
 log = structlog.get_logger("thunderagent.picker")
@@ -55,7 +54,6 @@ class Carried:
         self._record = record
         self._around = around
         self._events: StreamUsage | None = None
-        self._tools = StreamToolCalls()
         self._kept: list[bytes] | None = []
         """An answer that is not a stream; None once it is too large to be read."""
         self._kept_bytes = 0
@@ -127,7 +125,6 @@ class Carried:
             self._events = StreamUsage(
                 take_out=record.turn.usage_added,
                 content_encoding=self._encoding,
-                listener=self._tools.read,
                 reader=record.dialect.reader(keep_id),
             )
 
@@ -192,7 +189,7 @@ class Carried:
             lease.refused()
             return
         if self._events is not None:
-            record.usage, record.tool = self._events.usage, self._tools.key()
+            record.usage, record.tool = self._events.usage, self._events.tool
         elif self._kept is not None:
             keep_id = partial(self._around.made.keep, replica_id=record.replica_id or "", tenant=record.turn.tenant)
             record.usage, record.tool = read_answer(record.dialect, b"".join(self._kept), self._encoding, keep_id)

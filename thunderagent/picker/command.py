@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
-from thunderagent.leases import LeaseSource
+from thunderagent.leases.open_lease import LeaseSource
 from thunderagent.picker.addresses import Addresses
 from thunderagent.proxy.app import MADE_ANSWERS_COUNT
 from thunderagent.proxy.fleet.made_answers import MadeAnswers

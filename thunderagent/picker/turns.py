@@ -47,7 +47,7 @@ from thunderagent.proxy.reading.outline import LARGE_BODY_BYTES
 from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.turns.record import Attempts, Record, ask_for, patience_of, read_turn
 from thunderagent.proxy.wire.errors import answer_of
-from thunderagent.proxy.wire.request_id import REQUEST_ID, take_request_id
+from thunderagent.proxy.wire.headers import REQUEST_ID, take_request_id
 
 log = structlog.get_logger("thunderagent.picker")
 
@@ -86,7 +86,7 @@ class Picker:
             given = messages.headers_of(first.request_headers.headers)
             pseudo = {name: value for name, value in given if name.startswith(":")}
             headers = CIMultiDictProxy(CIMultiDict((name, value) for name, value in given if name[:1] != ":"))
-            REQUEST_ID.set(take_request_id(headers))
+            take_request_id(headers)
             target = Target.parse(pseudo.get(":path", ""), pseudo.get(":authority", ""))
             method = pseudo.get(":method", "")
             if (use := use_of(target, method)) is Use.TURN:
@@ -168,7 +168,8 @@ class Picker:
             if running is not None:
                 held.ran(running, record.held_bytes)
             self._attempts.end(record, leases.now_s(), answered=record.outcome == "finished")
-            self._write(record.line(monotonic() - record.arrived_s, REQUEST_ID.get()))
+            if self._write is not None:
+                self._write(record.line(monotonic() - record.arrived_s, REQUEST_ID.get()))
             if record.outcome == "finished" and turn.is_final and turn.program_id is not None:
                 leases.release(turn.program_id, record.generation, turn.outcome)
 

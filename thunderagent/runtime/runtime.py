@@ -168,6 +168,8 @@ class Runtime:
         """Which models are served where."""
         self._writer = Writer(self.pools, self._fleet, self.served, clock, event_log)
         self._waiters = self._writer.waiters
+        self.dispatch: Callable[[Event], list[Decision]] = self._writer.dispatch
+        """Hands one event to the scheduler and carries out its decisions."""
         self.decision_counts = self._writer.decision_counts
         """Decisions by kind and reason."""
         self.operator = Operator(self.pools, self._writer, clock)
@@ -215,7 +217,10 @@ class Runtime:
             self.tried_again(ask.supersedes_id)
         arrived_s = self.now_s()
         came_s = arrived_s if came_s is None else came_s
-        decisions = self._arrives(ask, arrived_s)
+        if ask.limits is not None or self.settings.program_limits is not None or self.pools.some_partly:
+            self._tell_first(ask, arrived_s)
+        ask.now_s = arrived_s
+        decisions = self._writer.dispatch(ask)
         if ask.hint is not None and ask.program_id is not None and ask.program_id in self.programs:
             hinted = hinting(ask.program_id, ask.hint, "", self.now_s())
             decisions = [*decisions, *self._writer.dispatch(hinted)]  # that may let this turn in
@@ -259,14 +264,11 @@ class Runtime:
             self._engine_request_ids[ask.turn_id] = ask.engine_request_id
         return waiter
 
-    def _arrives(self, ask: TurnAsk, now_s: float) -> list[Decision]:
-        """Report an arriving turn, and first its model if only some replicas of its pool serve that."""
-        if ask.limits is not None or self.settings.program_limits is not None:
-            self._tell_limits(ask, now_s)
+    def _tell_first(self, ask: TurnAsk, now_s: float) -> None:
+        """Report what limits an arriving turn, and its model if only some replicas of its pool serve that."""
+        self._tell_limits(ask, now_s)
         if ask.pinned_replica_id is None and self.pools.some_partly and (name := self.pools.partly_name(ask.model)):
             self._writer.dispatch(ModelAsked(now_s, ask.turn_id, name))
-        ask.now_s = now_s
-        return self._writer.dispatch(ask)
 
     def _tell_limits(self, ask: TurnAsk, now_s: float) -> None:
         """Report what the program of a turn that comes next may use, if anything limits it."""
@@ -636,10 +638,6 @@ class Runtime:
     async def run(self) -> None:
         """Tick until cancelled, or until the scheduler or its policy raised: then raise that, to end the process."""
         await self._writer.run(self.settings.tick_s)
-
-    def dispatch(self, event: Event) -> list[Decision]:
-        """Hand one event to the scheduler and carry out its decisions."""
-        return self._writer.dispatch(event)
 
     def _superseded_or(self, outcome: str, turn_id: int) -> str:
         """Return the outcome of a turn: superseded if it was replaced, otherwise `outcome`."""

@@ -50,7 +50,7 @@ class Observers:
         self._numbers = count()
         self._all: dict[int, tuple[Observer, frozenset[type] | None]] = {}
         """By number, with the kinds of events and decisions that each is about; None is all."""
-        self._by_kind: dict[type, tuple[Numbered, ...]] = {}
+        self.by_kind: dict[type, tuple[Numbered, ...]] = {}
         """Observers of a kind; computed when one first comes."""
 
     def __len__(self) -> int:
@@ -60,17 +60,17 @@ class Observers:
         """Call `observer` with what it is `about`; return an idempotent function that ends that."""
         number = next(self._numbers)
         self._all[number] = observer, frozenset(about) or None
-        self._by_kind.clear()
+        self.by_kind.clear()
 
         def stop() -> None:
             self._all.pop(number, None)
-            self._by_kind.clear()
+            self.by_kind.clear()
 
         return stop
 
     def tell(self, event: Event, decisions: Sequence[Decision]) -> None:
         """Tell an event and its decisions to all observers of one of these kinds, once each."""
-        by_kind = self._by_kind
+        by_kind = self.by_kind
         found: Sequence[Numbered] | None = by_kind.get(type(event))
         if found is None:
             found = self._about(type(event))
@@ -87,7 +87,7 @@ class Observers:
         about = tuple(
             (number, observer) for number, (observer, kinds) in self._all.items() if kinds is None or kind in kinds
         )
-        self._by_kind[kind] = about
+        self.by_kind[kind] = about
         return about
 
 
@@ -154,15 +154,21 @@ class Writer:
             self._fleet.push(event)
         elif in_pools and about is Tick and any(type(each) in OF_REPLICAS for _, each, _ in pools.handled):
             self._served.changed()  # some pools were merged
+        by_kind = self.observers.by_kind
+        is_observed = by_kind.get(about) != ()
         for decision in decisions:
+            is_observed = is_observed or by_kind.get(type(decision)) != ()
             self.decision_counts[type(decision), decision.reason] += 1
             if type(decision) is Grant:
                 waiter = self.waiters.get(decision.turn_id)
                 if waiter is not None and not waiter.done():
                     waiter.set_result(decision)
             else:
-                self._carry_out(decision)
-        self.observers.tell(event, decisions)
+                if type(decision) is Reject:
+                    self._wake_rejected(decision)
+                log_decision(decision)
+        if is_observed:
+            self.observers.tell(event, decisions)
         if self._event_log is not None:
             if in_pools:
                 self._log_events(lambda event_log: event_log.write_pools(pools.handled))
@@ -184,13 +190,11 @@ class Writer:
             log.error("event_log_given_up", why=error.strerror or str(error))  # noqa: TRY400 - it says all
             self._event_log = None
 
-    def _carry_out(self, decision: Decision) -> None:
-        """Log a decision other than a grant, and wake a rejected turn; claims moved when it was decided."""
-        if type(decision) is Reject:
-            waiter = self.waiters.get(decision.turn_id)
-            if waiter is not None and not waiter.done():
-                waiter.set_exception(refusal_of(decision, self._pools))
-        log_decision(decision)
+    def _wake_rejected(self, decision: Reject) -> None:
+        """Raise the error of a rejected turn where it waits."""
+        waiter = self.waiters.get(decision.turn_id)
+        if waiter is not None and not waiter.done():
+            waiter.set_exception(refusal_of(decision, self._pools))
 
 
 _NOT_FORWARDED: Final = "; the turn was not forwarded"

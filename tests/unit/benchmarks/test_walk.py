@@ -11,6 +11,12 @@ from thunderagent.compilation import build_kind
 from thunderagent.proxy.gate.access import Use, use_of
 from thunderagent.proxy.reading.target import Target
 
+MOST_COUNTS = {"turn": (119, 28), "release": (50, 18)}
+"""Calls of the shell, and the files that they are in, without what is under `programs/`; here each turn is logged."""
+
+MOST_FURTHER_OF_STREAM_COUNT = 45
+"""How many calls more than a turn a stream of two tokens takes, with those of the core."""
+
 pytestmark = pytest.mark.skipif(build_kind() != "interpreted", reason="compiled functions cannot be counted")
 
 
@@ -46,6 +52,10 @@ def test_each_walk_is_taken() -> None:
     assert all(walk.calls for walk in walks.values())
     files = {call.file for call in walks["turn"].calls}
     assert {"proxy/turns/flow.py", "programs/scheduler.py", "proxy/wire/http11/client.py"} <= files
-    assert len(walks["stream of two tokens"].calls) > len(walks["turn"].calls)
+    for name, (calls_count, files_count) in MOST_COUNTS.items():
+        walk, shell = walks[name], Walk([call for call in walks[name].calls if not call.file.startswith("programs/")])
+        assert len(shell.calls) <= calls_count, f"{name}: {len(walk.calls)} in all"
+        assert shell.files_count <= files_count, f"{name}: {walk.files_count} in all"
+    assert 0 < len(walks["stream of two tokens"].calls) - len(walks["turn"].calls) <= MOST_FURTHER_OF_STREAM_COUNT
     assert "ProgramsReleased" not in {call.name for call in walks["turn"].calls}
     assert any("release" in call.name for call in walks["release"].calls)

@@ -21,7 +21,7 @@ from thunderagent.programs.messages import (
     ReplicaRemoved,
     ReplicaUp,
 )
-from thunderagent.proxy.fleet.replicas import KnownReplica
+from thunderagent.proxy.fleet.known import KnownReplica
 from thunderagent.scale.gateway.fleet import RemoteFleet
 from thunderagent.scale.gateway.refusals import error_of
 from thunderagent.scale.messages import Refusal, RemoteReplica, Replicas

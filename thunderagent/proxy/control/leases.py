@@ -34,8 +34,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from thunderagent.backends.discovery.base import shown_url
 from thunderagent.errors import ReplicaRemovedError, ShuttingDownError
-from thunderagent.leases import LeaseSource, TurnAsk
-from thunderagent.leases.open_lease import OpenLease
+from thunderagent.leases import TurnAsk
+from thunderagent.leases.open_lease import LeaseSource, OpenLease
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.bodies import ModelName, Name, Report, read_model, report_response
 from thunderagent.proxy.gate.held import HeldTurn, HeldTurns

@@ -40,7 +40,7 @@ from typing import Final
 import structlog
 
 from thunderagent.errors import ReplicaError, ReplicaRemovedError, ReplicaTrippedError
-from thunderagent.leases import FleetSource
+from thunderagent.leases.open_lease import FleetSource
 from thunderagent.programs.messages import Decision, Event, ReplicaDown, ReplicaDraining, ReplicaRemoved
 from thunderagent.programs.state.health import Pressure
 
@@ -127,6 +127,8 @@ class Breakers:
         self.knows: Callable[[str], bool] = self._breakers.__contains__
         """Returns whether a replica recently failed a turn; otherwise there is nothing to wait for or to report."""
         self._pressures: dict[str, Pressure] = {}
+        self.is_pressed: Callable[[str], bool] = self._pressures.__contains__
+        """Returns whether a replica said that it was full, and has answered nothing well since."""
         if settings.failure_count:
             runtime.observe(self._heard, *_FEWER)
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from math import inf
 from ssl import SSLContext
@@ -43,6 +43,9 @@ from thunderagent.proxy.wire.http11.limits import Limits, Pause, Sweep
 
 Found = TypeVar("Found")
 
+BROKEN_OFF = (SilentError, TotalError, LostError, ClosedError)
+"""What reading an answer's body may raise."""
+
 MAX_READ_BYTES: Final = 2 * 2**20
 """The largest answer about an engine itself, or with an error, that is read whole."""
 
@@ -53,11 +56,12 @@ MAX_REPLY_BYTES: Final = 64 * 2**20
 class Outgoing(Protocol):
     """A hook on every request, whoever sends it."""
 
+    @property
+    def answered(self) -> Callable[[int], None] | None:
+        """Notes that the head of an answer of this status arrived; None if nobody wants to know."""
+
     def mend(self, headers: CIMultiDict[str]) -> None:
         """Change the headers in place, before they are sent."""
-
-    def answered(self, status: int) -> None:
-        """Note that the head of the answer arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +203,8 @@ class ReplicaClient:
             raise ReplicaClosedEarlyError(
                 f"replica {replica_id} closed the connection before it answered: {error}", replica_id=replica_id
             ) from None
-        if settings.outgoing is not None:
-            settings.outgoing.answered(answer.status)
+        if settings.outgoing is not None and (answered := settings.outgoing.answered) is not None:
+            answered(answer.status)
         if settings.first_byte_timeout_s is not None and silence_timeout_s is None:
             answer.limit_silence(settings.silence_timeout_s)  # the first byte had another limit
         return answer
@@ -227,12 +231,15 @@ class ReplicaClient:
         """
         return _received(replica_id, answer.next_piece())
 
-    def pipe(self, replica_id: str, answer: Answer, sink: Sink) -> Awaitable[None]:
+    async def pipe(self, replica_id: str, answer: Answer, sink: Sink) -> None:
         """Pass the body of an answer to `sink`, piece by piece, and return at its end. Raises like `next_chunk`.
 
         If `sink` raises or returns an error, it is raised here, and no piece follows.
         """
-        return _received(replica_id, answer.pipe(sink))
+        try:
+            await answer.pipe(sink)
+        except BROKEN_OFF as error:
+            raise _broken_off(replica_id, error) from None
 
     async def converse(self, replica_id: str, answer: Answer, client: Channel, sink: Sink) -> None:
         """After a protocol switch, pass the client's bytes to a replica, and the replica's bytes to `sink`.
@@ -247,20 +254,23 @@ async def _received(replica_id: str, reading: Awaitable[Found]) -> Found:
     """Await bytes of an answer's body, and convert errors to ours."""
     try:
         return await reading
-    except SilentError:
-        raise ReplicaTimeoutError(
+    except BROKEN_OFF as error:
+        raise _broken_off(replica_id, error) from None
+
+
+def _broken_off(replica_id: str, error: Exception) -> ReplicaError:
+    """Return the error for an answer that ended too early."""
+    if isinstance(error, SilentError):
+        return ReplicaTimeoutError(
             f"replica {replica_id} stopped sending in the middle of its answer", replica_id=replica_id
-        ) from None
-    except TotalError:
-        raise TotalTimeoutError(
-            f"replica {replica_id} took longer for its answer than allowed", replica_id=replica_id
-        ) from None
-    except (GarbledError, LostError) as error:
-        raise _ended_by(replica_id, error) from None
-    except ClosedError as error:
-        raise ReplicaClosedEarlyError(
-            f"replica {replica_id} closed the connection in the middle of its answer: {error}", replica_id=replica_id
-        ) from None
+        )
+    if isinstance(error, TotalError):
+        return TotalTimeoutError(f"replica {replica_id} took longer for its answer than allowed", replica_id=replica_id)
+    if isinstance(error, (GarbledError, LostError)):
+        return _ended_by(replica_id, error)
+    return ReplicaClosedEarlyError(
+        f"replica {replica_id} closed the connection in the middle of its answer: {error}", replica_id=replica_id
+    )
 
 
 def _ended_by(replica_id: str, error: UnreachedError | ConnectLateError | GarbledError | LostError) -> ReplicaError:

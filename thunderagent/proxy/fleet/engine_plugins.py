@@ -23,7 +23,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 import structlog
@@ -36,10 +36,8 @@ from thunderagent.errors import ReplicaError
 from thunderagent.leases import TurnHint
 from thunderagent.programs.messages import DROP, Decision, Event, Pause, ProgramHinted
 from thunderagent.proxy.fleet.client import ReplicaClient
+from thunderagent.proxy.fleet.known import KnownReplica
 from thunderagent.proxy.reading.json_splice import set_value
-
-if TYPE_CHECKING:
-    from thunderagent.proxy.fleet.replicas import KnownReplica
 
 log = structlog.get_logger("thunderagent.engine_plugins")
 

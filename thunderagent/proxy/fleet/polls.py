@@ -10,6 +10,7 @@ from thunderagent.backends.base import ReplicaReading
 from thunderagent.programs.messages import BACKPRESSURE, EncodesPolled, ReplicaPolled, TierPolled, WorkPolled
 from thunderagent.programs.state.health import ReplicaState
 from thunderagent.proxy.fleet.judging import Judging
+from thunderagent.proxy.fleet.known import KnownReplica
 from thunderagent.proxy.fleet.readings import (
     NOTHING_SINCE,
     has_restarted,
@@ -18,7 +19,7 @@ from thunderagent.proxy.fleet.readings import (
     tier_since_of,
     work_since_of,
 )
-from thunderagent.proxy.fleet.replicas import KnownReplica, Replicas
+from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.runtime import Runtime
 
 RESTARTED = "it restarted: another process answers"

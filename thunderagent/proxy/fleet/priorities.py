@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import structlog
 from multidict import CIMultiDict
@@ -21,9 +20,7 @@ from multidict import CIMultiDict
 from thunderagent.backends.base import Priorities
 from thunderagent.errors import ReplicaError
 from thunderagent.proxy.fleet.client import ReplicaClient
-
-if TYPE_CHECKING:
-    from thunderagent.proxy.fleet.replicas import KnownReplica
+from thunderagent.proxy.fleet.known import KnownReplica
 
 log = structlog.get_logger("thunderagent.replicas")
 

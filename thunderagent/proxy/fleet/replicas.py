@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
 
 import structlog
 
-from thunderagent.backends.base import NOTHING_READ, NamedTurn, ReplicaReading
+from thunderagent.backends.base import NamedTurn
 from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.errors import NoReplicaError, ReplicaRemovedError
-from thunderagent.leases import FleetSource, ReplicaMap, TurnHint
+from thunderagent.leases import ReplicaMap, TurnHint
+from thunderagent.leases.open_lease import FleetSource
 from thunderagent.programs.messages import (
     BACKPRESSURE,
     Decision,
@@ -32,17 +32,13 @@ from thunderagent.programs.state.health import LOST
 from thunderagent.proxy.fleet.breaker import Breakers, BreakerSettings
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.engine_plugins import EnginePlugins
+from thunderagent.proxy.fleet.known import KnownReplica, Weights
 from thunderagent.proxy.fleet.notices import NoticeSender, TaggedPrograms
 from thunderagent.proxy.fleet.priorities import EnginePriorities
-from thunderagent.proxy.fleet.weights import Weights
 
 log = structlog.get_logger("thunderagent.replicas")
 
 _MAY_PAUSE = frozenset({GrantsSuspended, GrantsContinued, ReplicaUp, ReplicaDown})
-
-
-NOT_POLLED = "not polled yet"
-"""Why a replica is down at first."""
 
 
 class Watcher(Protocol):
@@ -82,81 +78,6 @@ class Follower(Protocol):
 
     def remove(self, replica_id: str) -> None:
         """Stop following a replica. An unknown id is ignored."""
-
-
-@dataclass(slots=True)
-class KnownReplica:
-    """One replica's address and last reading, and whether it is leaving."""
-
-    endpoint: ReplicaEndpoint
-    reading: ReplicaReading = NOTHING_READ
-    counted: ReplicaReading = NOTHING_READ
-    """The last reading with totals: later ones may have failed, and what happened meanwhile counts."""
-    process: ReplicaReading = NOTHING_READ
-    """The last reading that tells which process answered."""
-    asked_s: float = 0.0
-    """When it was asked for its last reading."""
-    incarnation: int = 0
-    """The last one that was heard of."""
-    is_lost: bool = False
-    """Whether what was in flight there when it fell silent was given up."""
-    why_down: str = NOT_POLLED
-    weight_version: str = ""
-    """Version of the weights that it was last told to load, or reported; empty if unknown."""
-    weights: Weights = field(default_factory=Weights)
-    """What is known of versions, over all replicas."""
-    weight_number: int = 0
-    """The number of its weights, as far as the proxy was told, or saw: greater for newer ones, on any replica."""
-    cache_serial: int = 0
-    """Another one whenever what its cache holds may be of other weights."""
-    is_suspended: bool = False
-    """Whether nothing is granted there."""
-    told_count: int = 0
-    """Number of calls to it that its own reports must not predate."""
-    is_up: bool = False
-    sources: tuple[str, ...] = ()
-    """Sources that name it."""
-    draining_since_s: float | None = None
-    leaving_since_s: float | None = None
-    """Since when no source has named it: it is removed when nothing is in flight there."""
-    served_last: int = 0
-    """The number of the latest request without a lease that went there."""
-    _is_unnamed: bool = False
-    """Whether its weights have changed since their version was last named."""
-    _was_counted: bool = False
-    """Whether a change was counted since nothing is granted there."""
-
-    def __post_init__(self) -> None:
-        """Give its cache a serial."""
-        self.cache_serial = self.weights.next_serial()
-
-    def weights_changed(self, version: str, *, renewed: bool) -> None:
-        """Note new weights, or a new name for them, or both; an empty version is none."""
-        if not renewed and version in ("", self.weight_version):
-            return
-        if renewed or (version and version != self.weight_version and not self._is_unnamed):
-            self.cache_serial = self.weights.next_serial()
-            if not self._was_counted:
-                self.weight_number += 1
-            self._was_counted = self.is_suspended
-        self._is_unnamed = (renewed or self._is_unnamed) and not version
-        self.weights_named(version)
-
-    def weights_named(self, version: str) -> None:
-        """Note the name of the weights that it has; an empty one is none."""
-        if version:
-            self.weight_version = version
-            self.weight_number = self.weights.number_of(version, self.weight_number)
-        self.weights.changed(self.endpoint.replica_id)
-
-    def cache_in_doubt(self) -> None:
-        """Note that its weights may have changed: what its cache holds may be of others."""
-        self.cache_serial = self.weights.next_serial()
-
-    def set_suspended(self, *, is_suspended: bool) -> None:
-        """Note whether nothing is granted there."""
-        self.is_suspended = is_suspended
-        self._was_counted = self._was_counted and is_suspended
 
 
 class Replicas:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from functools import partial
+from itertools import chain
 from typing import Annotated, Final, Protocol, TypeVar
 
 import msgspec
@@ -57,8 +58,9 @@ def _check_spelling(read: BaseModel, body: bytes) -> None:
         keys = msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys()
     except (ValueError, RecursionError):  # what is no value of JSON, such as NaN: the model accepted the others
         return
-    fields = list(_keys_of(type(read)))
-    known = {name for names in fields for name in names}
+    fields, known = _keys_of(type(read))
+    if keys <= known:
+        return
     left_out = [name for names in fields if not any(name in keys for name in names) for name in names]
     further = [key for key in keys if key not in known and len(key) <= MISSPELT_CHARS]
     for key in further[:MISSPELT_COUNT]:
@@ -84,11 +86,21 @@ def _alike_count(one: str, other: str) -> int:
     return next(differs, min(len(one), len(other)))
 
 
-def _keys_of(model: type[BaseModel]) -> Iterator[list[str]]:
-    """Yield all names of each field."""
-    for name, field in model.model_fields.items():
-        alias = field.validation_alias
-        yield [str(each) for each in alias.choices] if isinstance(alias, AliasChoices) else [name]
+_known_keys: dict[type[BaseModel], tuple[list[list[str]], frozenset[str]]] = {}
+
+
+def _keys_of(model: type[BaseModel]) -> tuple[list[list[str]], frozenset[str]]:
+    """Return all names of each field, and those of all fields together; computed once for each model."""
+    known = _known_keys.get(model)
+    if known is not None:
+        return known
+    aliases = {name: field.validation_alias for name, field in model.model_fields.items()}
+    fields = [
+        [str(each) for each in alias.choices] if isinstance(alias, AliasChoices) else [name]
+        for name, alias in aliases.items()
+    ]
+    _known_keys[model] = fields, frozenset(chain.from_iterable(fields))
+    return _known_keys[model]
 
 
 def report_response(report: BaseModel, *, status: int = 200, without_unset: bool = False) -> web.Response:

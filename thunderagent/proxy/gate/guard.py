@@ -43,8 +43,8 @@ from thunderagent.proxy.gate.login import Logins, has_login
 from thunderagent.proxy.gate.rate_limit import RateLimits
 from thunderagent.proxy.gate.unpacking import unpacked, ways_of
 from thunderagent.proxy.wire.aiohttp_request import KEPT_BODY, target_of
+from thunderagent.proxy.wire.headers import take_request_id
 from thunderagent.proxy.wire.http11.server import CONTINUE, Asked
-from thunderagent.proxy.wire.request_id import REQUEST_ID, take_request_id
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -138,7 +138,7 @@ class Guard:
         tells_all = method == "GET" and (route_path in OF_OWN_TENANT or route_path == "/sandboxes/events")
 
         async def handle(request: web.Request) -> web.StreamResponse:
-            REQUEST_ID.set(take_request_id(request.headers))
+            take_request_id(request.headers)
             needs = request[NEEDS] = self._needs(request, access)
             is_operators = tells_all or needs is Access.ADMIN
             if self._hosts is not None and (is_operators or comes_from_a_browser(request.headers)):
@@ -187,8 +187,11 @@ class Guard:
         until the turn has ended. A body that came with its head is not counted.
         """
         headers = asked.head.headers
-        REQUEST_ID.set(take_request_id(headers))
-        if self._hosts is not None and (for_admin or comes_from_a_browser(headers, asked.notes)):
+        take_request_id(headers)
+        notes = asked.notes
+        if self._hosts is not None and (
+            for_admin or (notes.get("browser", True) and comes_from_a_browser(headers, notes))
+        ):
             self._check_name(headers)
         if for_admin:
             self.origins.check_site(asked)
@@ -196,7 +199,9 @@ class Guard:
             self.origins.check_page(asked)
         if self._checks_keys_or_rate or not asked.is_whole or hdrs.CONTENT_ENCODING in headers:
             return self._let_come(asked, for_admin=for_admin)
-        self._take_whole(asked)
+        asked.body = body = asked.taken()
+        if len(body) > self._settings.max_body_bytes:
+            raise BodyTooLargeError(too_large(len(body), self._settings.max_body_bytes))
         return None
 
     async def _let_come(self, asked: Asked, *, for_admin: bool) -> KeptBody | None:

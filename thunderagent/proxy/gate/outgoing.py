@@ -10,7 +10,7 @@ from multidict import CIMultiDict, istr
 
 from thunderagent.proxy.gate.keys import KEY_HEADER, Keyring
 from thunderagent.proxy.reading.header_words import REQUEST_ID_HEADER
-from thunderagent.proxy.wire.request_id import REQUEST_ID
+from thunderagent.proxy.wire.headers import REQUEST_ID
 
 _KEY_HEADER: Final = istr(KEY_HEADER)
 
@@ -45,6 +45,8 @@ class Outgoing:
         self._forwards_authorization = forwards_authorization
         self._authorization = f"Bearer {backend_api_key}" if backend_api_key else ""
         self._tracing = tracing
+        self.answered = None if tracing is None else tracing.answered
+        """Notes that the head of an engine's answer arrived; None if nobody wants to know."""
 
     def mend(self, headers: CIMultiDict[str]) -> None:
         """Change the headers of a request."""
@@ -65,8 +67,3 @@ class Outgoing:
                 headers["Authorization"] = self._authorization
         if self._tracing is not None:
             self._tracing.inject(headers)
-
-    def answered(self, status: int) -> None:
-        """Note that the head of an engine's answer arrived."""
-        if self._tracing is not None:
-            self._tracing.answered(status)

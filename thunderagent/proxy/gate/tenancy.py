@@ -56,12 +56,8 @@ class Tenancy:
         self._tenants = tenants
         self._quotas = quotas
         self._from_key = from_key
-        self._judges_all = quotas is not None or client_priority == "drop"
-
-    @property
-    def applies(self) -> bool:
-        """Whether anything here may matter to this request; if not, no method need be called."""
-        return self._judges_all or caller_key() is not None
+        self.judges_all = quotas is not None or client_priority == "drop"
+        """Whether anything here may matter to a request without a key; to one with a key it always may."""
 
     @property
     def own(self) -> str | None:

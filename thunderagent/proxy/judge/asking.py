@@ -12,7 +12,8 @@ import msgspec
 from multidict import CIMultiDict
 
 from thunderagent.errors import ReplicaError, ThunderAgentError
-from thunderagent.leases import LeaseSource, TurnAsk
+from thunderagent.leases import TurnAsk
+from thunderagent.leases.open_lease import LeaseSource
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.judge.answer import MAX_ANSWER_BYTES, Failure
 

@@ -1,8 +1,12 @@
-"""An engine's answer: its usage, the tool that it calls, and its text.
+"""An engine's answer: its usage, the tool that it calls, the error inside it, and its text.
 
 A whole answer is decoded once for usage and tool, if it may call one at all. A stream is followed for its usage, and
 the usage event is removed if only we asked for it. The text is only read if a program may be recognised by it, at the
 beginning of its next prompt.
+
+Engines report what fails late, or in a stream, inside an answer with status 200. Seen of vLLM (a dead engine core),
+SGLang (a full queue, a prompt that is too long), and of both for aborted requests. An answer without one of the marks
+costs a few searches; inside a JSON string no mark can appear, as its quotes are escaped there.
 """
 
 # compiled: each turn passes here
@@ -12,15 +16,14 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from thunderagent.proxy.reading.answer_errors import AnswerError, error_of_events, may_hold_error
 from thunderagent.proxy.reading.dialects.base import NO_USAGE, Completion, Dialect, KeepId, Usage, UsageReader
 from thunderagent.proxy.reading.dialects.openai import ChoicesReader
-from thunderagent.proxy.reading.dialects.structs import Calls
-from thunderagent.proxy.reading.dialects.tool_calls import key_of, may_call
+from thunderagent.proxy.reading.dialects.structs import AnswerErrorFields, Calls
+from thunderagent.proxy.reading.dialects.tool_calls import StreamToolCalls, key_of, may_call
 from thunderagent.proxy.reading.json_cost import MIN_LISTED_COUNT, is_cheap, is_readable
 from thunderagent.proxy.reading.sse import UNREADABLE, data_of, end_of_last_event, events_in
 
@@ -31,6 +34,11 @@ MAX_PLAIN_BYTES: Final = 64 * 2**20
 """A compressed answer that expands beyond this is not read."""
 
 _decode_calls: Final = msgspec.json.Decoder(Calls).decode
+_decode_error: Any = msgspec.json.Decoder(AnswerErrorFields).decode
+_decode_errors: Any = msgspec.json.Decoder(list[AnswerErrorFields]).decode
+
+_LINE_END: Final = re.compile(rb"[ \t\v\f]*(?:[\r\n]|\Z)")
+_MAX_CODE_CHARS: Final = 100
 
 MAX_KEPT_CHARS: Final = 4 * 2**20
 """A longer streamed answer is not kept."""
@@ -119,6 +127,95 @@ def decompressor(content_encoding: str | None, max_bytes: int) -> Callable[[byte
     return None
 
 
+# --- errors inside an answer
+
+
+class AnswerError(NamedTuple):
+    """An error inside an answer: the engine's word for it, and whether it names the request, or an abort, as cause."""
+
+    code: str
+    is_callers: bool = False
+    is_abort: bool = False
+
+
+def error_of_body(body: bytes) -> AnswerError | None:
+    """Return the error of a whole answer; None if it has none, or cannot be read at a cost like its size."""
+    if not may_hold_error(body) or not is_cheap(body):
+        return None
+    try:
+        said = _decode_errors(body) if body.lstrip()[:1] == b"[" else [_decode_error(body)]
+    except UNREADABLE:
+        return None
+    return next((found for found in map(_error_of, said) if found is not None), None)
+
+
+def error_of_events(events: bytes) -> AnswerError | None:
+    """Return the first error of whole events of a stream that `may_hold_error`; None if they have none."""
+    for event in events_in(events):
+        found = error_of_body(data_of(event))
+        if found is not None:
+            return found
+        if any(_is_line(event, name) for name in (b"event: error", b"event:error")):
+            return AnswerError("error")
+    return None
+
+
+def may_hold_error(body: bytes) -> bool:
+    """Return whether a body holds a mark of an error. Every answer is searched: three times, if it holds none.
+
+    `in` with bytes makes an exception on its way, `find` does not.
+    """
+    return (
+        (body.find(b"error") >= 0 and (b'"error"' in body or b"event: error" in body or b"event:error" in body))
+        or body.find(b'"abort"') >= 0
+        or (body.find(b'failed"') >= 0 and (b'"failed"' in body or b'"response.failed"' in body))
+    )
+
+
+def _is_line(event: bytes, wanted: bytes) -> bool:
+    """Return whether a line of an event is `wanted`, but for spaces at its end; it is not split: it may be large."""
+    at = event.find(wanted)
+    while at >= 0:
+        end = at + len(wanted)
+        if (at == 0 or event[at - 1] in b"\r\n") and _LINE_END.match(event, end):
+            return True
+        at = event.find(wanted, end)
+    return False
+
+
+def _error_of(said: AnswerErrorFields) -> AnswerError | None:
+    response = said.response if isinstance(said.response, dict) else {}
+    if said.error or said.type == "error" or said.object == "error":
+        return _named(said.error if isinstance(said.error, dict) else {"code": said.code, "type": said.error})
+    if said.type == "response.failed" or response.get("status") == "failed":
+        return _named(response.get("error"))
+    if said.object == "response" and said.status == "failed":
+        return _named(None)
+    choices = said.choices if isinstance(said.choices, list) else []
+    reasons = [choice.get("finish_reason") for choice in choices if isinstance(choice, dict)]
+    if isinstance(said.meta_info, dict):
+        reasons.append(said.meta_info.get("finish_reason"))
+    for reason in reasons:
+        kind = reason.get("type") if isinstance(reason, dict) else reason
+        if kind == "abort":
+            of = _named(reason) if isinstance(reason, dict) and reason.get("status_code") else None
+            return AnswerError("abort", of.is_callers, not of.is_callers) if of else AnswerError("abort", is_abort=True)
+        if kind == "error":
+            return AnswerError("error")
+    return None
+
+
+def _named(error: Any) -> AnswerError:
+    """Return an error by its own fields."""
+    fields = error if isinstance(error, dict) else {}
+    code = next((fields[name] for name in ("code", "status_code", "err_type", "type") if fields.get(name)), "error")
+    kind = str(fields.get("type", "")).lower()
+    status = int(code) if isinstance(code, int) or (isinstance(code, str) and code.isdigit() and len(code) < 4) else 0
+    full = status == 429 or "rate_limit" in kind
+    is_callers = not full and (400 <= status < 500 or "invalid_request" in kind or "badrequest" in kind)
+    return AnswerError(str(code)[:_MAX_CODE_CHARS], is_callers)
+
+
 # --- streams
 
 
@@ -157,7 +254,7 @@ def says_something(events: bytes) -> bool:
 
 
 class StreamUsage:
-    """Follows a stream of server-sent events for its usage.
+    """Follows a stream of server-sent events for its usage, its tool calls, and an error.
 
     `feed` takes the bytes as they come, split anywhere, and returns the bytes to relay. With `take_out`, usage was
     requested on the client's behalf: whole events are relayed as soon as they are complete, and the one event that has
@@ -169,6 +266,7 @@ class StreamUsage:
     """
 
     __slots__ = (
+        "_calls",
         "_carry",
         "_decompress",
         "_is_read",
@@ -197,6 +295,7 @@ class StreamUsage:
         """
         self._listener = listener
         self._reader = reader or ChoicesReader()
+        self._calls: StreamToolCalls | None = None
         is_plain = (content_encoding or "identity") == "identity"
         self._decompress = None if is_plain else decompressor(content_encoding, MAX_EVENT_BYTES)
         self._is_read = is_plain or self._decompress is not None
@@ -215,25 +314,53 @@ class StreamUsage:
         """The usage as far as the stream reported it."""
         return self._reader.usage
 
+    @property
+    def tool(self) -> str:
+        """The key of what the stream calls so far; empty if nothing."""
+        return self._calls.key() if self._calls is not None else ""
+
     def feed(self, piece: bytes) -> bytes:
         """Take the next bytes of the stream, and return what the client gets now."""
         if not self._is_read:
             return piece
+        whole = piece
+        if self._decompress is not None or self._carry or not piece.endswith(b"\n\n"):  # most pieces are whole events
+            found = self._completed(piece)
+            if found is None:
+                return piece
+            whole = found
+        if not whole:
+            return b"" if self._take_out else piece
+        self.events_count += whole.count(b"\ndata:") + whole.startswith(b"data:")  # a text may hold the word
+        if whole.find(b"\r") >= 0:
+            self.events_count += whole.count(b"\rdata:")
+        self.last_events = whole
+        self._reader.read(whole)
+        if self.error is None and may_hold_error(whole):
+            self.error = error_of_events(whole)
+        if self._calls is not None or may_call(whole):
+            self._calls = self._calls or StreamToolCalls()
+            self._calls.read(whole)
+        if self._listener is not None:
+            self._listener(whole)
+        return self._without_usage(whole) if self._take_out else piece
+
+    def _completed(self, piece: bytes) -> bytes | None:
+        """Return the events that are whole with this piece, decoded, and keep the rest; None if it cannot be read."""
         plain = piece
         if self._decompress is not None:
             try:
                 plain = self._decompress(piece)
             except zlib.error:
                 self._is_read = False
-                return piece
+                return None
         data = self._carry + plain if self._carry else plain
         end = end_of_last_event(data, max(0, len(self._carry) - 3))
         whole, self._carry = data[:end], data[end:]
         if len(self._carry) > MAX_EVENT_BYTES:
             self._is_read, whole, self._carry = False, data, b""
         self.pending_bytes = len(self._carry)
-        relayed = self._read_events(whole) if whole else b""
-        return relayed if self._take_out else piece
+        return whole
 
     def rest(self) -> bytes:
         """Return what is left to relay when the stream has ended: an incomplete event."""
@@ -245,19 +372,6 @@ class StreamUsage:
         if self._take_out:
             return self._last_choice
         return b"\n\n" if self._carry else b""
-
-    def _read_events(self, whole: bytes) -> bytes:
-        """Read whole events, and return those that the client gets now."""
-        self.events_count += whole.count(b"\ndata:") + whole.startswith(b"data:")  # a text may hold the word
-        if whole.find(b"\r") >= 0:
-            self.events_count += whole.count(b"\rdata:")
-        self.last_events = whole
-        self._reader.read(whole)
-        if self.error is None and may_hold_error(whole):
-            self.error = error_of_events(whole)
-        if self._listener is not None:
-            self._listener(whole)
-        return self._without_usage(whole) if self._take_out else whole
 
     def _without_usage(self, whole: bytes) -> bytes:
         """Return the events without the one that only we asked for."""

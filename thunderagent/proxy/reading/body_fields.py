@@ -17,7 +17,7 @@ from thunderagent.leases import TurnHint
 from thunderagent.programs.messages import MAX_NEXT_TURN_S, OFFLOAD, RETAIN
 from thunderagent.proxy.reading.dialects.structs import BodyFields, PromptFields
 from thunderagent.proxy.reading.header_words import check_model
-from thunderagent.proxy.reading.json_cost import COUNTED_BYTES, has_few_parts, holds_any, list_of, others_run
+from thunderagent.proxy.reading.json_cost import COUNTED_BYTES, has_few_parts, list_of, others_run
 from thunderagent.proxy.reading.media import MEDIA_WORDS, NO_MEDIA, MediaFound, media_of
 from thunderagent.proxy.reading.sse import UNREADABLE
 
@@ -89,10 +89,8 @@ _NO_NUMBER: Final = re.compile(rb"(?:NaN|Infinity)(?=\s*[,}\]])")
 def in_utf8(body: bytes) -> bytes:
     """Return a JSON body in UTF-16 or UTF-32, or with a byte order mark, as plain UTF-8, as engines read it.
 
-    Any other is returned unchanged. Cost: usually a look at two bytes.
+    Any other is returned unchanged. One that begins with `{` and no zero byte need not be asked about.
     """
-    if body[:1] == b"{" and body[1:2] != b"\0":
-        return body
     encoding = json.detect_encoding(body)
     if encoding == "utf-8":
         return body
@@ -233,8 +231,12 @@ def media_in(body: bytes, fields: PromptFields) -> MediaFound:
 
     Cost: a look at the beginning of each message if all of them are texts, however long they are.
     """
-    if len(body) <= MAX_UNREAD_BYTES and not holds_any(body, MEDIA_WORDS):
-        return NO_MEDIA
+    if len(body) <= MAX_UNREAD_BYTES:
+        for word in MEDIA_WORDS:
+            if body.find(word) >= 0:
+                break
+        else:
+            return NO_MEDIA
     unread_bytes, others = len(body), []
     others_run()
     for message in fields.messages or ():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from multidict import CIMultiDictProxy, istr
@@ -66,6 +67,9 @@ REQUEST_ID_HEADER: Final = istr("X-Request-Id")
 CLASS_HEADER: Final = istr("X-Program-Class")
 """The program's class: decides which sandboxes it gets."""
 
+_TOLD: Final = {"group_id": (GROUP_HEADER, "group id"), "role": (ROLE_HEADER, "role")}
+"""Fields of `TurnAsk` for the scheduler alone: the header that has each, and what that is in an error's words."""
+
 _SPELT: Final = {
     name.lower(): name
     for name in (
@@ -74,7 +78,8 @@ _SPELT: Final = {
         *FINAL_HEADERS,
         *PARENT_BRANCH_HEADERS.values(),
         *PARENT_HEADERS,
-        *(TENANT_HEADER, GROUP_HEADER, ROLE_HEADER, CLASS_HEADER),
+        *(TENANT_HEADER, CLASS_HEADER),
+        *(header for header, _ in _TOLD.values()),
     )
 }
 """The headers to look for, spelt as above, by lower-case name."""
@@ -82,6 +87,8 @@ _SPELT: Final = {
 _OURS, *_OTHERS = PROGRAM_HEADERS
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 """Control characters, and Unicode's ends of lines: readers of logs and tables take them for their own."""
+
+NOTHING_TOLD: Final[Mapping[str, str]] = MappingProxyType({})
 
 Said = Mapping[str, Sequence[str]]
 """Headers of a turn that matter: their values, by name as spelt above."""
@@ -91,13 +98,10 @@ class Words(NamedTuple):
     """What headers say of a turn beside its program; empty if nothing."""
 
     branch_id: str = ""
-    parent_branch_id: str = ""
-    group_id: str = ""
-    parent_id: str = ""
     tenant: str = ""
-    program_class: str = ""
-    role: str = ""
     is_final: bool = False
+    told: Mapping[str, str] = NOTHING_TOLD
+    """Further fields of its `TurnAsk`, by name."""
 
 
 NO_WORDS: Final = Words()
@@ -146,18 +150,19 @@ def words_in(said: Said, header: str, program_id: str | None) -> Words:
     """Return what is said beside the program named by this header, if any. Raises `InvalidProgramIdError`."""
     branch_header = PROGRAM_HEADERS.get(header, BRANCH_HEADER)
     branch_id = _id_in(said, (BRANCH_HEADER, branch_header), "branch id")
-    group_id = _id_in(said, (GROUP_HEADER,), "group id")
-    parent_branch_id = ""
-    if branch_id not in ("", program_id) and BRANCH_HEADER not in said and branch_header in PARENT_BRANCH_HEADERS:
-        parent_branch_id = _id_in(said, (PARENT_BRANCH_HEADERS[branch_header],), "branch id")
+    told = {field: word for field, (name, what) in _TOLD.items() if (word := _id_in(said, (name,), what))}
+    parent_names: Sequence[str] = PARENT_HEADERS
+    waits = PARENT_BRANCH_HEADERS.get(branch_header, "") if BRANCH_HEADER not in said else ""
+    if waits and branch_id not in ("", program_id) and (waiting_id := _id_in(said, (waits,), "branch id")):
+        told["parent_branch_id"], parent_names = waiting_id, PARENT_HEADERS[:-1]
+    if parent_id := _id_in(said, parent_names, "program id"):
+        told["parent_id"] = parent_id
+    if said.get(CLASS_HEADER, ("",))[0]:
+        told["program_class"] = _id_in(said, (CLASS_HEADER,), "program class")
     return Words(
         branch_id,
-        parent_branch_id,
-        group_id,
-        parent_id=_id_in(said, PARENT_HEADERS[:-1] if parent_branch_id else PARENT_HEADERS, "program id"),
         tenant=_id_in(said, (TENANT_HEADER,), "tenant"),
-        program_class=_id_in(said, (CLASS_HEADER,), "program class") if said.get(CLASS_HEADER, ("",))[0] else "",
-        role=_id_in(said, (ROLE_HEADER,), "role"),
+        told=told,
         is_final=any(said[name][0].lower() in ("1", "true") for name in FINAL_HEADERS if name in said),
     )
 

@@ -40,6 +40,7 @@ from thunderagent.proxy.reading.dialects.openai import OpenAI
 from thunderagent.proxy.reading.dialects.structs import BodyFields
 from thunderagent.proxy.reading.header_words import (
     NO_WORDS,
+    NOTHING_TOLD,
     REQUEST_ID_HEADER,
     Said,
     check_program_id,
@@ -83,23 +84,19 @@ class TurnRequest(NamedTuple):
     program_id: str | None
     source: str
     branch_id: str
-    group_id: str
     body: bytes
     usage_added: bool
     prefix: tuple[PrefixCut, ...]
     is_final: bool = False
     has_whole_prompt: bool = True
-    parent_id: str = ""
     tenant: str = ""
-    program_class: str = ""
+    told: Mapping[str, str] = NOTHING_TOLD
+    """Further fields of its `TurnAsk`, which its headers say and nobody reads on the way."""
     streams: bool = False
     previous_response_id: str = ""
     has_token_prompt: bool = False
     """Whether its `prompt` is token ids rather than text."""
-    role: str = ""
     outcome: str = ""
-    parent_branch_id: str = ""
-    """The branch that waits for this one; empty is the main branch."""
     told_id: str = ""
     """The program named by an anonymous turn."""
     is_unknown: bool = False
@@ -184,7 +181,8 @@ def identify(
     fields = read_fields(text)
     if fields is None:
         return None
-    said, header = heard_in(headers, rules.program_headers, notes)
+    heard: tuple[Said, str] | None = None if notes is None else notes.get("heard")
+    said, header = heard or heard_in(headers, rules.program_headers, notes)
     program_id, source = _program_of(path_id, headers, said, header, fields, rules)
     bucket = ""
     if program_id is None and rules.infers_buckets and (fields.prompt_cache_key is not None or fields.metadata):
@@ -205,33 +203,32 @@ def identify(
     hint = None
     if fields.agent_hint is not None or fields.vllm_xargs is not None or fields.nvext is not None:
         hint = hint_in(fields.agent_hint, fields.vllm_xargs, fields.nvext)
+    engine_id: object = fields.rid  # SGLang's; then vLLM's header, which overrides its field
+    if not isinstance(engine_id, str):
+        engine_id = headers.get(REQUEST_ID_HEADER) or fields.request_id
     return TurnRequest(
         program_id,
         source,
         words.branch_id,
-        words.group_id,
         body,
         usage_added,
         prefix,
         words.is_final,
         previous_id is None,
-        words.parent_id,
         words.tenant,
-        words.program_class,
+        words.told,
         streams,
         previous_id if isinstance(previous_id, str) else "",
         bool(fields.prompt) and holds_token_ids(fields.prompt),
-        words.role,
         outcome_of(headers) if words.is_final else "",
-        words.parent_branch_id,
         "",
         False,
         media,
         fields.model,
         hint,
-        _engine_request_id(fields, headers),
+        engine_id if isinstance(engine_id, str) and len(engine_id) <= MAX_ID_CHARS else "",
         bucket,
-        _docker_ids(fields),
+        () if fields.docker_ids is UNSET and fields.extra_body is None else _docker_ids(fields),
     )
 
 
@@ -368,13 +365,5 @@ def _leaves_usage_out(stream_options: object) -> bool:
     """Return whether a stream as requested has no usage; odd values are the engine's to judge."""
     if isinstance(stream_options, dict):
         wish = stream_options.get("include_usage")
-        return wish is None or flag_of(wish) is False
+        return wish is None or (wish is not True and flag_of(wish) is False)
     return stream_options is None
-
-
-def _engine_request_id(fields: BodyFields, headers: CIMultiDictProxy[str]) -> str:
-    """Return the client's id for a request: SGLang's field, vLLM's header, or its field, which the header overrides."""
-    named = fields.rid
-    if not isinstance(named, str):
-        named = headers.get(REQUEST_ID_HEADER) or fields.request_id
-    return named if isinstance(named, str) and len(named) <= MAX_ID_CHARS else ""

@@ -21,6 +21,7 @@ _SHORT_STRING = rb'"[^"\\]{0,4096}+(?:\\.[^"\\]{0,4096}+){0,4096}+"'
 _AT_DEPTH = re.compile(rb'["{}\[\],:]')
 _DEEPER = re.compile(rb'["{}\[\]]')
 _SCALAR_VALUE = re.compile(rb"\s*+:\s*+(?:" + _SHORT_STRING + rb"|-?[0-9]++)\s*+(?:(?P<comma>,)|(?=}))", re.DOTALL)
+_ESCAPE = b"\\u00"
 _ESCAPED_LETTER = re.compile(rb"\\u00[567]")
 _SPACE = re.compile(rb"\s*+")
 MAX_KEY_BYTES = 4096
@@ -87,8 +88,8 @@ def remove_member(body: bytes, path: tuple[str, ...]) -> bytes:
     """
     key = b'"%s"' % path[-1].encode()
     at = body.find(key)
-    if at >= 0 and body.find(key, at + 1) < 0 and not _may_escape_keys(body):
-        before_end = _without_space(body, 0, at)[1]
+    if at >= 0 and body.find(key, at + 1) < 0 and (body.find(_ESCAPE) < 0 or not _may_escape_keys(body)):
+        before_end = at if body[at - 1 : at] in (b"{", b",") else _without_space(body, 0, at)[1]
         value, last = _SCALAR_VALUE.match(body, at + len(key)), body[before_end - 1 : before_end]
         if value is not None and last == b"{":
             return _replaced(body, before_end, value.end())
@@ -229,9 +230,9 @@ def set_include_usage(body: bytes, stream_options: object) -> bytes:
 
 def _may_escape_keys(body: bytes) -> bool:
     """Return whether an ASCII letter may be escaped: then a key may be spelt differently."""
-    at = body.find(b"\\u00")
+    at = body.find(_ESCAPE)
     while 0 <= at < len(body):
-        if _ESCAPED_LETTER.search(body, at, at + SLICE_BYTES + len(b"\\u00")) is not None:
+        if _ESCAPED_LETTER.search(body, at, at + SLICE_BYTES + len(_ESCAPE)) is not None:
             return True
         at += SLICE_BYTES
     return False

@@ -80,10 +80,12 @@ def prefix_of(
 
 def _cuts_of_messages(fields: PromptFields, *, has_media: bool) -> tuple[PrefixCut, ...]:
     """Cut after messages; tools come before the first, and a separate system prompt counts as the first."""
-    try:
-        messages = _messages(fields)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return ()
+    messages: Sequence[Raw] = fields.messages or ()
+    if not messages or fields.system or fields.instructions:
+        try:
+            messages = _messages(fields)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return ()
     digest = _begun(fields, b"messages", fields.tools)
     size_bytes, media_bytes = len(fields.tools), 0
     cuts, start, count = [], 0, len(messages)

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Final
 
 import msgspec
@@ -26,8 +25,9 @@ def end_of_last_event(data: bytes, start: int) -> int:
     return max((at + len(end) for end in _EVENT_ENDS if (at := data.rfind(end, start)) >= 0), default=0)
 
 
-def events_in(whole: bytes) -> Iterator[bytes]:
-    """Yield whole events one by one, each with its blank line; a surplus line break may be yielded as the last."""
+def events_in(whole: bytes) -> list[bytes]:
+    """Return whole events, each with its blank line; a surplus line break may be the last."""
+    events: list[bytes] = []
     start, has_returns = 0, whole.find(b"\r") >= 0  # `in` with bytes makes an exception on its way
     while start < len(whole):
         if has_returns:
@@ -36,8 +36,9 @@ def events_in(whole: bytes) -> Iterator[bytes]:
         else:  # as engines write them: several times faster
             end = whole.find(b"\n\n", start) + 2
             end = end if end > 1 else len(whole)
-        yield whole[start:end]
+        events.append(whole[start:end])
         start = end
+    return events
 
 
 def data_of(event: bytes) -> bytes:

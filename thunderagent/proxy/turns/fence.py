@@ -35,8 +35,8 @@ from msgspec.structs import replace
 from multidict import istr
 
 from thunderagent.errors import NoRoomInTimeError, ProgramReleasedError, ProgramStaleError, RequestError
-from thunderagent.leases import FleetSource, Lease, TurnAsk
-from thunderagent.leases.open_lease import OpenLease
+from thunderagent.leases import Lease, TurnAsk
+from thunderagent.leases.open_lease import FleetSource, OpenLease
 from thunderagent.programs.messages import (
     Decision,
     Event,
@@ -47,7 +47,8 @@ from thunderagent.programs.messages import (
     ReplicaDown,
     ReplicaUp,
 )
-from thunderagent.proxy.fleet.replicas import KnownReplica, Replicas
+from thunderagent.proxy.fleet.known import KnownReplica
+from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.reading.capture import CHAT, COMPLETIONS, GENERATE, RESPONSES, TOKENS
 from thunderagent.proxy.reading.json_splice import put_value, value_of
 from thunderagent.proxy.reading.outline import read_aside

@@ -39,13 +39,14 @@ from thunderagent.errors import (
     TurnAbortedError,
     TurnSupersededError,
 )
-from thunderagent.leases import Lease, LeaseSource
-from thunderagent.leases.open_lease import OpenLease
+from thunderagent.leases import Lease
+from thunderagent.leases.open_lease import LeaseSource, OpenLease
 from thunderagent.log_lines import line_writer
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
 from thunderagent.proxy.fleet.replicas import Replicas, Watcher
 from thunderagent.proxy.gate.held import NO_LIMITS, HeldLimits, HeldTurn, HeldTurns
+from thunderagent.proxy.gate.keys import caller_key
 from thunderagent.proxy.gate.tenancy import ClientPriority, Tenancy
 from thunderagent.proxy.judge import Judge
 from thunderagent.proxy.reading.body_fields import model_named
@@ -58,13 +59,21 @@ from thunderagent.proxy.turns.aborts import abort_answer
 from thunderagent.proxy.turns.fence import STALENESS_HEADER, Fence
 from thunderagent.proxy.turns.forward import DEFAULT_RETRIES, Forwarding, RetryBudget, RetrySettings
 from thunderagent.proxy.turns.heartbeat import HeldStream
-from thunderagent.proxy.turns.record import RETRY_HEADER, Attempts, Record, ask_for, patience_of, read_turn, told_key
+from thunderagent.proxy.turns.record import (
+    RETRY_HEADER,
+    Attempts,
+    Patience,
+    Record,
+    ask_for,
+    patience_of,
+    read_turn,
+    told_key,
+)
 from thunderagent.proxy.turns.relay import Relay
 from thunderagent.proxy.watch.turn_metrics import TurnMetrics
 from thunderagent.proxy.wire.exchange import Exchange, done
-from thunderagent.proxy.wire.headers import identity_headers, tell_with_error
+from thunderagent.proxy.wire.headers import REQUEST_ID, identity_headers, take_named_request_id, tell_with_error
 from thunderagent.proxy.wire.http11.client import Answer
-from thunderagent.proxy.wire.request_id import REQUEST_ID, take_named_request_id
 from thunderagent.proxy.wire.websockets import Websockets
 
 log = structlog.get_logger("thunderagent.turns")
@@ -170,7 +179,8 @@ class Turns:
         A body that is not a JSON object is forwarded unchanged. Raises `ThunderAgentError` if there is no answer, and
         none was begun.
         """
-        arrived_s, tenancy = monotonic(), self._tenancy if self._tenancy.applies else None
+        arrived_s = monotonic()
+        tenancy = self._tenancy if self._tenancy.judges_all or caller_key() is not None else None
         body = exchange.body
         what = exchange.target, exchange.headers, body, self._settings.identity, tenancy, exchange.notes, chosen_id
         turn, prompt = read_turn(*what) if len(body) <= LARGE_BODY_BYTES else await asyncio.to_thread(read_turn, *what)
@@ -241,7 +251,8 @@ class Turns:
         """Return all that is known of a turn. Raises `RequestError` for a header of ours that is invalid."""
         target = exchange.target
         try:
-            patience = patience_of(exchange.headers, self._settings.patience_s, exchange.notes)
+            known: Patience | None = exchange.notes.get("patience")
+            patience = known or patience_of(exchange.headers, self._settings.patience_s, exchange.notes)
         except RequestError as error:
             tell_with_error(error, identity_headers(turn.program_id, turn.source))
             raise
@@ -288,19 +299,27 @@ class Turns:
             record.tenancy.mend(headers)
         if self._settings.heartbeat_s is not None:
             self._may_beat(exchange, record, self._settings.heartbeat_s)
-        deadline_s, failed_s = self._deadline_s(record), 0.0
+        deadline_s: float | None = None
+        failed_s = 0.0
+        if record.patience.patience_s is not None or record.observed_s is not None:
+            deadline_s = self._deadline_s(record)
         give_up_s = deadline_s if deadline_s is not None else self._leases.now_s() + self._settings.no_replica_limit_s
         while True:
             asked_s = monotonic()
             try:
-                lease = await self._ask_for_lease(exchange, record, deadline_s, avoid_replica_id)
+                if self._fence is None and record.held_stream is None:
+                    lease = await self._ask(exchange, record, deadline_s, avoid_replica_id, None, again=False)
+                else:
+                    lease = await self._ask_otherwise(exchange, record, deadline_s, avoid_replica_id)
             except BaseException:
                 record.held_s += monotonic() - asked_s
                 raise
             with lease:
-                self._note_grant(record, lease.granted)
+                record.granted(lease.granted)
                 if exchange.kept is not None:
                     exchange.kept.release()  # the scheduler limits how many run
+                if record.maker_id not in (None, lease.granted.replica_id):
+                    self._warn_of_other_replica(record)
                 granted_s = monotonic()
                 self._metrics.turn_granted(
                     lease.granted.held_s, granted_s - record.arrived_s - record.held_s - failed_s
@@ -334,7 +353,8 @@ class Turns:
             body, headers = record.recording.ask(record, granted, body, headers)
         try:
             try:
-                upstream = await forwarding.send(exchange, record, granted, headers, body)
+                send = forwarding.send if granted.engine_priority is None else forwarding.send_in_order
+                upstream = await send(exchange, record, granted, headers, body)
             except ReplicaError as error:
                 lives, now_s = self._lives(record), self._leases.now_s()
                 forwarding.failed(lease, error)
@@ -367,25 +387,25 @@ class Turns:
             return True
         return forwarding.goes_elsewhere(record, granted, upstream, now_s)
 
-    def _ask_for_lease(
+    def _ask_otherwise(
         self,
         exchange: Exchange,
         record: Record,
         deadline_s: float | None,
         avoid_replica_id: str | None,
     ) -> Awaitable[OpenLease]:
-        """Ask for a lease, with heartbeats meanwhile if wanted."""
+        """Ask for a lease behind the fence, if there is one, and with heartbeats meanwhile, if wanted."""
         waiting: Awaitable[OpenLease]
         if self._fence is None:
-            waiting = self._ask_once(exchange, record, deadline_s, avoid_replica_id, None, again=False)
+            waiting = self._ask(exchange, record, deadline_s, avoid_replica_id, None, again=False)
         else:
-            ask = partial(self._ask_once, exchange, record, deadline_s, avoid_replica_id)
+            ask = partial(self._ask, exchange, record, deadline_s, avoid_replica_id)
             while_held = partial(HeldTurn, self._held, exchange.kept, record.held_bytes)
             said = exchange.headers.get(STALENESS_HEADER)
             waiting = self._fence.lease(record, said, ask, deadline_s, while_held)
         return waiting if record.held_stream is None else self._with_heartbeats(record.held_stream, waiting)
 
-    def _ask_once(
+    def _ask(
         self,
         exchange: Exchange,
         record: Record,
@@ -420,22 +440,15 @@ class Turns:
             raise
         return lease
 
-    def _note_grant(self, record: Record, granted: Lease) -> None:
-        """Note where a turn runs, and how long it was held."""
-        record.supersedes_id = None
-        record.replica_id = granted.replica_id
-        record.generation = granted.generation
-        record.reason = granted.reason
-        record.held_s += granted.held_s
-        record.tries_count += 1
-        if record.maker_id not in (None, granted.replica_id):
-            log.warning(
-                "response_is_elsewhere",
-                program_id=record.turn.program_id,
-                replica_id=granted.replica_id,
-                maker_id=record.maker_id,
-                request_id=REQUEST_ID.get(),
-            )
+    def _warn_of_other_replica(self, record: Record) -> None:
+        """Log that a turn does not run where the response is that it continues."""
+        log.warning(
+            "response_is_elsewhere",
+            program_id=record.turn.program_id,
+            replica_id=record.replica_id,
+            maker_id=record.maker_id,
+            request_id=REQUEST_ID.get(),
+        )
 
     def _may_beat(self, exchange: Exchange, record: Record, period_s: float) -> None:
         turn = record.turn
@@ -475,7 +488,9 @@ class Turns:
         duration_s = monotonic() - record.arrived_s
         is_there = record.replica_id is not None and record.replica_id in self._leases.replicas.states
         self._metrics.turn_ended(record.replica_id if is_there else None, record.status, duration_s)
-        self._write(record.line(duration_s, REQUEST_ID.get()))
+        line = record.line(duration_s, REQUEST_ID.get())
+        if self._write is not None:
+            self._write(line)
         if answered and (record.turn.is_final or self._judge is not None):
             self._is_through(record)
 

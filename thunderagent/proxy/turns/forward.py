@@ -14,7 +14,6 @@ that fails too often.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -23,7 +22,7 @@ from typing import Final
 import structlog
 from multidict import CIMultiDict, istr
 
-from thunderagent.backends.base import NamedTurn, Priorities
+from thunderagent.backends.base import NamedTurn
 from thunderagent.errors import (
     FirstByteTimeoutError,
     ReplicaError,
@@ -39,17 +38,21 @@ from thunderagent.leases import Lease
 from thunderagent.leases.open_lease import OpenLease
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.replicas import Replicas, Watcher
-from thunderagent.proxy.reading.answer_errors import AnswerError, error_of_body, error_of_events, may_hold_error
-from thunderagent.proxy.reading.answers import says_something
+from thunderagent.proxy.reading.answers import (
+    AnswerError,
+    error_of_body,
+    error_of_events,
+    may_hold_error,
+    says_something,
+)
 from thunderagent.proxy.reading.outline import read_aside
 from thunderagent.proxy.turns.record import Record
 from thunderagent.proxy.turns.side_calls import look_at
 from thunderagent.proxy.watch.turn_metrics import TurnMetrics
 from thunderagent.proxy.wire.exchange import Exchange
-from thunderagent.proxy.wire.headers import forwarded_request_headers
+from thunderagent.proxy.wire.headers import REQUEST_ID, forwarded_request_headers
 from thunderagent.proxy.wire.http11.client import Answer
 from thunderagent.proxy.wire.http11.heads import CONTENT_ENCODING, CONTENT_LENGTH
-from thunderagent.proxy.wire.request_id import REQUEST_ID
 
 log = structlog.get_logger("thunderagent.turns")
 
@@ -182,33 +185,22 @@ class Forwarding:
         name = partial(self._replicas.name_turn, replica_id, path, turn.body, turn.program_id, authorization, hint)
         return await read_aside(name, len(turn.body))
 
-    def send(
+    async def send_in_order(
         self, exchange: Exchange, record: Record, lease: Lease, headers: CIMultiDict[str], body: bytes
-    ) -> Awaitable[Answer]:
-        """Forward a turn, with its priority if the scheduler gives it one, and return when its answer has begun.
-
-        A turn that its engine refuses for its priority is sent again without it. Raises `ReplicaError`.
-        """
-        if lease.engine_priority is not None:
-            given = self._replicas.priorities.for_engine(lease.replica_id, lease.engine_priority)
-            if given is not None:
-                return self._send_with(*given, exchange, record, lease, headers, body)
-        return self._send_once(exchange, record, lease, headers, body)
-
-    async def _send_with(
-        self,
-        priorities: Priorities,
-        priority: int,
-        exchange: Exchange,
-        record: Record,
-        lease: Lease,
-        headers: CIMultiDict[str],
-        body: bytes,
     ) -> Answer:
+        """Forward a turn as `send` does, with the priority of its lease if its engine has such.
+
+        A turn that its engine refuses for its priority is sent again without it.
+        """
+        assert lease.engine_priority is not None
+        given = self._replicas.priorities.for_engine(lease.replica_id, lease.engine_priority)
+        if given is None:
+            return await self.send(exchange, record, lease, headers, body)
+        priorities, priority = given
         with_priority = CIMultiDict(headers)
         put = partial(priorities.put, record.target.engine_path, body, with_priority, priority)
         with_it = await read_aside(put, len(body))
-        upstream = await self._send_once(exchange, record, lease, with_priority, with_it)
+        upstream = await self.send(exchange, record, lease, with_priority, with_it)
         if upstream.status != 400:
             return upstream
         try:
@@ -220,15 +212,18 @@ class Forwarding:
             return upstream
         upstream.close()
         self._replicas.breakers.left(lease.replica_id, record.probe)
-        upstream = await self._send_once(exchange, record, lease, headers, body)
+        upstream = await self.send(exchange, record, lease, headers, body)
         if upstream.status != 400:
             self._replicas.priorities.refused(lease.replica_id)
         return upstream
 
-    async def _send_once(
+    async def send(
         self, exchange: Exchange, record: Record, lease: Lease, headers: CIMultiDict[str], body: bytes
     ) -> Answer:
-        """Forward a turn once, and report the result to its replica's breaker. Raises `ReplicaError`."""
+        """Forward a turn, return when its answer has begun, and report the result to its replica's breaker.
+
+        Raises `ReplicaError`.
+        """
         if exchange.begun:
             headers = CIMultiDict(headers)
             headers["Accept-Encoding"] = "identity"  # the head was sent with this promise
@@ -282,7 +277,7 @@ class Forwarding:
                 return None
             if not upstream.is_whole:
                 await self._client.whole_within(replica_id, upstream, MOST_JUDGED_BYTES)
-            record.error = found = error_of_body(upstream.peek())
+            record.error = found = error_of_body(upstream.whole())
             record.is_judged = True
         elif not (upstream.is_whole or says_something(upstream.peek()) or await self._has_begun(replica_id, upstream)):
             return None
@@ -376,7 +371,8 @@ class Forwarding:
         if len(record.failed_ids) > 1:
             for failed_id in record.failed_ids:
                 breakers.failed(failed_id, "it failed a turn that another replica did not")
-        breakers.succeeded(replica_id, record.turn.program_id, record.probe)
+        if breakers.knows(replica_id) or breakers.is_pressed(replica_id):
+            breakers.succeeded(replica_id, record.turn.program_id, record.probe)
 
     def verdict_of_error(self, record: Record, lease: Lease) -> str:
         """Return whose fault an error inside an answer is; aborts are the trainer's if it aborted what ran there."""

@@ -53,12 +53,11 @@ from multidict import CIMultiDictProxy, istr
 
 from thunderagent.errors import RequestError
 from thunderagent.faults import nearest_hint
-from thunderagent.leases import FAIL_OPEN, TurnAsk, TurnHint
+from thunderagent.leases import FAIL_OPEN, Lease, TurnAsk, TurnHint
 from thunderagent.log_lines import TurnLine
 from thunderagent.programs.messages import MAX_NEXT_TURN_S, OFFLOAD, RETAIN, ProgramLimits, least_of
 from thunderagent.proxy.gate.tenancy import Tenancy
-from thunderagent.proxy.reading.answer_errors import AnswerError
-from thunderagent.proxy.reading.answers import Completions
+from thunderagent.proxy.reading.answers import AnswerError, Completions
 from thunderagent.proxy.reading.body_fields import in_utf8
 from thunderagent.proxy.reading.dialects import NO_USAGE, TURN_DIALECTS, Dialect
 from thunderagent.proxy.reading.identity import IdentityRules, TurnRequest, identify, identify_side_call
@@ -249,7 +248,8 @@ def read_turn(
     The second is its prompt, if the program must be inferred from it. A body that is not a JSON object, or an unknown
     API, makes an anonymous turn; so does a replica that the client chose.
     """
-    body = in_utf8(body)
+    if body[:1] != b"{" or body[1:2] == b"\0":
+        body = in_utf8(body)
     if tenancy is not None:
         rules = tenancy.rules(rules)
     dialect = TURN_DIALECTS.get(target.spelt)
@@ -281,7 +281,6 @@ def _unread(target: Target, headers: CIMultiDictProxy[str], body: bytes, rules: 
     return TurnRequest(
         None,
         call.source,
-        "",
         "",
         call.body,
         usage_added=False,
@@ -411,6 +410,15 @@ class Record:
             and self.turn.body == other.turn.body
         )
 
+    def granted(self, lease: Lease) -> None:
+        """Note where it runs, and how long it was held."""
+        self.supersedes_id = None
+        self.replica_id = lease.replica_id
+        self.generation = lease.generation
+        self.reason = lease.reason
+        self.held_s += lease.held_s
+        self.tries_count += 1
+
     def failed(self, cause: str) -> None:
         """Note that its replica failed it after its answer had begun."""
         self.outcome, self.verdict, self.cause = "failed", "infrastructure_failed", cause
@@ -480,16 +488,11 @@ def ask_for(
     if record.tenancy is not None and turn.program_id is not None:
         limits = least_of(record.tenancy.program_limits, limits)
     waited = record.tries_count or record.patience.retry_count
-    return TurnAsk(
+    ask = TurnAsk(
         turn_id=record.turn_id,
         program_id=turn.program_id,
         branch_id=turn.branch_id,
-        parent_branch_id=turn.parent_branch_id,
-        parent_id=turn.parent_id,
         tenant=turn.tenant,
-        group_id=turn.group_id,
-        program_class=turn.program_class,
-        role=turn.role,
         prompt_bytes=record.prompt_bytes,
         prefix=turn.prefix,
         media=turn.media.media,
@@ -505,6 +508,9 @@ def ask_for(
         engine_request_id=turn.engine_request_id,
         limits=limits,
     )
+    for name, word in turn.told.items():
+        setattr(ask, name, word)
+    return ask
 
 
 # --- Its attempts

@@ -18,7 +18,7 @@ from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.reading.capture import Capture, Captured, OutputRead, ask
 from thunderagent.proxy.turns.record import Record
 from thunderagent.proxy.watch.rollouts import Rollouts
-from thunderagent.proxy.wire.request_id import REQUEST_ID
+from thunderagent.proxy.wire.headers import REQUEST_ID
 from thunderagent.rollouts.records import Missing, Output, Rollout, Span, Turn
 from thunderagent.rollouts.table import NOTHING, Answered, Entry
 from thunderagent.rollouts.tokens import UNREADABLE, in_planes, logprob_bytes, packed_text
@@ -129,9 +129,9 @@ class Recording:
                 program_id=program_id,
                 generation=generation,
                 tenant=turn.tenant,
-                group_id=turn.group_id,
-                parent_id=turn.parent_id,
-                program_class=turn.program_class,
+                group_id=turn.told.get("group_id", ""),
+                parent_id=turn.told.get("parent_id", ""),
+                program_class=turn.told.get("program_class", ""),
                 began_at=self._began_at,
             )
         )

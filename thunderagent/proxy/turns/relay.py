@@ -21,10 +21,7 @@ from thunderagent.errors import ReplicaAnswerTooLargeError, ReplicaError
 from thunderagent.leases.open_lease import OpenLease
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
-from thunderagent.proxy.reading.answer_errors import error_of_body
-from thunderagent.proxy.reading.answers import StreamUsage, decoded, includes_last, read_answer
-from thunderagent.proxy.reading.dialects.base import KeepId
-from thunderagent.proxy.reading.dialects.tool_calls import StreamToolCalls
+from thunderagent.proxy.reading.answers import StreamUsage, decoded, error_of_body, includes_last, read_answer
 from thunderagent.proxy.reading.inference import Inference
 from thunderagent.proxy.reading.outline import LARGE_BODY_BYTES
 from thunderagent.proxy.turns.forward import Forwarding
@@ -80,7 +77,7 @@ class Relay:
         """Read with `client`; `made` records who made which answer, `inference` how prompts go on, if it is on."""
         self._client = client
         self._forwarding = forwarding
-        self._made = made
+        self.made = made
         self._inference = inference
         self._metrics = metrics
         self._websockets = websockets
@@ -166,7 +163,7 @@ class Relay:
             encoding = upstream.headers.get(CONTENT_ENCODING)
             if record.completions is not None:
                 record.completions.read_answer(body, encoding)
-            keep_id = self.keep_id(record, lease.granted.replica_id)
+            keep_id = partial(self.made.keep, replica_id=lease.granted.replica_id, tenant=record.turn.tenant)
             record.usage, record.tool = read_answer(record.dialect, body, encoding, keep_id)
             if not record.is_judged:
                 record.error = error_of_body(body if encoding is None else decoded(body, encoding) or b"")
@@ -198,10 +195,13 @@ class Relay:
             await wait
 
     def _end_stream(self, record: Record, lease: OpenLease, streamed: _Streamed) -> None:
-        streamed.count(self._metrics)
-        record.usage = streamed.events.usage
-        record.tool = streamed.tool_calls.key()
-        record.error = streamed.events.error
+        events = streamed.events
+        if streamed.first_s and record.replica_id is not None and record.status is not None:
+            gaps_count = events.events_count - 1
+            between_s = (streamed.last_s - streamed.first_s) / gaps_count if gaps_count > 0 else None
+            first_s = streamed.first_s - record.arrived_s
+            self._metrics.turn_streamed(record.replica_id, record.status, first_s, between_s)
+        record.usage, record.tool, record.error = events.usage, events.tool, events.error
         self._end_lease(record, lease)
 
     async def _converse(
@@ -224,10 +224,6 @@ class Relay:
             self._forwarding.failed(lease, error)
         else:
             self._end_lease(record, lease)
-
-    def keep_id(self, record: Record, replica_id: str) -> KeepId:
-        """Return a function that records which answers a replica made for a turn."""
-        return partial(self._made.keep, replica_id=replica_id, tenant=record.turn.tenant)
 
     def remember(self, record: Record) -> None:
         """Remember once how the next prompt of an inferred program begins."""
@@ -264,9 +260,7 @@ class _Streamed:
     __slots__ = (
         "_exchange",
         "_expands",
-        "_first_s",
         "_last_events",
-        "_last_s",
         "_lease",
         "_progress_at_s",
         "_promised",
@@ -274,7 +268,8 @@ class _Streamed:
         "_recording",
         "_relay",
         "events",
-        "tool_calls",
+        "first_s",
+        "last_s",
     )
 
     def __init__(self, relay: Relay, exchange: Exchange, record: Record, lease: OpenLease, upstream: Answer) -> None:
@@ -285,23 +280,24 @@ class _Streamed:
         encoding = upstream.headers.get(CONTENT_ENCODING)
         self._promised = "identity" if exchange.begun else encoding or "identity"
         self._expands = encoding not in (None, "identity")
-        self._progress_at_s = self._first_s = self._last_s = 0.0
+        self._progress_at_s = self.first_s = self.last_s = 0.0
         self._last_events = b""
         recording = record.recording
         self._recording = recording if recording is not None and recording.reads(upstream.status, encoding) else None
-        self.tool_calls = StreamToolCalls()
         self.events = StreamUsage(
             take_out=record.turn.usage_added,
             content_encoding=encoding,
-            listener=self.tool_calls.read if record.completions is None else self._listen,
-            reader=record.dialect.reader(relay.keep_id(record, lease.granted.replica_id)),
+            listener=record.completions.read_events if record.completions is not None else None,
+            reader=record.dialect.reader(
+                partial(relay.made.keep, replica_id=lease.granted.replica_id, tenant=record.turn.tenant)
+            ),
         )
 
     def take(self, piece: bytes) -> Wait:
         """Take the next bytes."""
-        now_s = self._last_s = monotonic()
+        now_s = self.last_s = monotonic()
         if not self._progress_at_s:
-            self._first_s = now_s
+            self.first_s = now_s
             self._lease.started()
             self._progress_at_s = now_s + PROGRESS_PERIOD_S
         elif now_s > self._progress_at_s:
@@ -315,7 +311,11 @@ class _Streamed:
             size_bytes > MANY_EVENTS_BYTES and piece.count(b"\n") > MANY_LINES_COUNT
         ):
             return self._take_aside(piece)
-        return self._hand_on(self.events.feed(piece) if self._recording is None else self._recorded(piece))
+        relayed = self.events.feed(piece) if self._recording is None else self._recorded(piece)
+        if self._record.completions is not None:
+            self._note_end()
+        self._last_events = self.events.last_events
+        return self._exchange.write(relayed) if relayed else None
 
     def _recorded(self, piece: bytes) -> bytes:
         """Return what the client gets of a piece, after what only we asked for was taken out."""
@@ -332,14 +332,6 @@ class _Streamed:
         """Return whether the last event was handed on; engine and client may leave then, before the answer ends."""
         return includes_last(self._record.dialect, self._last_events)
 
-    def count(self, metrics: TurnMetrics) -> None:
-        """Count the speed of the stream, when it is complete."""
-        record = self._record
-        if self._first_s and record.replica_id is not None and record.status is not None:
-            gaps_count = self.events.events_count - 1
-            between_s = (self._last_s - self._first_s) / gaps_count if gaps_count > 0 else None
-            metrics.turn_streamed(record.replica_id, record.status, self._first_s - record.arrived_s, between_s)
-
     async def break_off(self, error: ReplicaError) -> None:
         """Report a broken stream to the client as an event, and cut the connection: the answer is incomplete."""
         if self._promised == "identity":  # otherwise an event would be unreadable
@@ -351,16 +343,15 @@ class _Streamed:
         feed = self.events.feed if self._recording is None else self._recorded
         for start in range(0, len(piece), MANY_EVENTS_BYTES):
             part = piece[start : start + MANY_EVENTS_BYTES] if len(piece) > MANY_EVENTS_BYTES else piece
-            await done(self._hand_on(await asyncio.to_thread(feed, part)))
+            relayed = await asyncio.to_thread(feed, part)
+            if self._record.completions is not None:
+                self._note_end()
+            self._last_events = self.events.last_events
+            if relayed:
+                await done(self._exchange.write(relayed))
 
-    def _hand_on(self, relayed: bytes) -> Wait:
+    def _note_end(self) -> None:
+        """Remember what a stream said once it ends, before the client knows the end, and continues from it."""
         completions = self._record.completions
         if completions is not None and completions.ended:
-            self._relay.remember(self._record)  # before the client knows the end, and continues from it
-        self._last_events = self.events.last_events
-        return self._exchange.write(relayed) if relayed else None
-
-    def _listen(self, events: bytes) -> None:
-        assert self._record.completions is not None
-        self.tool_calls.read(events)
-        self._record.completions.read_events(events)
+            self._relay.remember(self._record)

@@ -12,9 +12,9 @@ from thunderagent.proxy.gate.bodies import Visitor
 from thunderagent.proxy.gate.guard import Handler
 from thunderagent.proxy.gate.keys import caller_key
 from thunderagent.proxy.wire.aiohttp_request import told_path
+from thunderagent.proxy.wire.headers import REQUEST_ID
 from thunderagent.proxy.wire.http11.server import Asked
 from thunderagent.proxy.wire.http11.server import Handler as TurnHandler
-from thunderagent.proxy.wire.request_id import REQUEST_ID
 
 log = structlog.get_logger("thunderagent.access")
 

@@ -38,7 +38,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from thunderagent import __version__
 from thunderagent.programs.messages import Decision, Event, Grant, Release, TurnAsk, TurnEnd, TurnStarted, is_rejected
 from thunderagent.proxy.wire.aiohttp_request import told_path
-from thunderagent.proxy.wire.request_id import REQUEST_ID
+from thunderagent.proxy.wire.headers import REQUEST_ID
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

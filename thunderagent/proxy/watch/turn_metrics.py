@@ -42,32 +42,24 @@ Labels = tuple[str, ...]
 class Series:
     """The values of one histogram under one set of labels."""
 
-    __slots__ = ("_buckets", "_counts", "_created_s", "_sum")
+    __slots__ = ("_buckets", "_created_s", "bucket_counts", "total")
 
     def __init__(self, buckets: Sequence[float]) -> None:
         """Start empty; `buckets` end with infinity."""
         self._buckets = buckets
-        self._counts = [0] * len(buckets)
-        self._sum = 0.0
+        self.bucket_counts = [0] * len(buckets)
+        """How many values were in each bucket, those above all bounds last."""
+        self.total = 0.0
         self._created_s = time()
-
-    def observe(self, value: float) -> None:
-        """Count a value."""
-        self._counts[bisect_left(self._buckets, value)] += 1
-        self._sum += value
-
-    def counts(self) -> tuple[int, ...]:
-        """Return how many values were in each bucket, those above all bounds last."""
-        return tuple(self._counts)
 
     def counts_up_to(self) -> tuple[int, ...]:
         """Return how many values were up to each bucket's bound, the total last."""
-        return tuple(accumulate(self._counts))
+        return tuple(accumulate(self.bucket_counts))
 
     def add_to(self, family: HistogramMetricFamily, name: str, labels: dict[str, str]) -> None:
         """Add the counts to a family."""
         named = [*zip(map(floatToGoString, self._buckets), self.counts_up_to(), strict=True)]
-        family.add_metric(list(labels.values()), named, self._sum)
+        family.add_metric(list(labels.values()), named, self.total)
         family.add_sample(f"{name}_created", labels, self._created_s)
 
 
@@ -89,15 +81,16 @@ class Histogram:
         self._labels = labels
         self._series: dict[Labels, Series] = {}
         if not labels:
-            self.of()
+            self._series[()] = Series(self._buckets)
         registry.register(self)
 
-    def of(self, *values: str) -> Series:
-        """Return the series of these label values."""
-        series = self._series.get(values)
+    def observe(self, value: float, labels: Labels = ()) -> None:
+        """Count a value in the series of these label values."""
+        series = self._series.get(labels)
         if series is None:
-            series = self._series[values] = Series(self._buckets)
-        return series
+            series = self._series[labels] = Series(self._buckets)
+        series.bucket_counts[bisect_left(self._buckets, value)] += 1
+        series.total += value
 
     def forget(self, value: str) -> None:
         """Remove all series whose first label has this value."""
@@ -118,13 +111,13 @@ class TurnMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         """Register them."""
         of_turns: Labels = ("replica", "status")
-        hold = Histogram(
+        self._hold = Histogram(
             "thunderagent_hold_seconds",
             "Time that a turn waited for its lease, counted when it is granted.",
             HOLD_BUCKETS_S,
             registry,
         )
-        added = Histogram(
+        self._added = Histogram(
             "thunderagent_added_latency_seconds",
             "Time from a turn's arrival to its forwarding, without the hold and failed attempts.",
             ADDED_BUCKETS_S,
@@ -159,30 +152,27 @@ class TurnMetrics:
         )
         for outcome in ("made", "over_budget"):
             self._retries.labels(outcome)
-        self._hold = hold.of()
-        self._added = added.of()
-        buckets = (*PERCENTILE_BUCKETS_S, inf)
-        self._percentiles_of = Series(buckets), Series(buckets), Series(buckets)
+        self._percentiles_of = [[0] * (len(PERCENTILE_BUCKETS_S) + 1) for _ in range(3)]
         """Of all turns together, for the history: time held, to the first token, and to the end of the answer."""
 
     def turn_granted(self, held_s: float, added_s: float) -> None:
         """Count how long a turn waited for its lease, and the other added latency."""
         self._hold.observe(held_s)
-        self._percentiles_of[0].observe(held_s)
+        self._percentiles_of[0][bisect_left(PERCENTILE_BUCKETS_S, held_s)] += 1
         self._added.observe(added_s)
 
     def turn_streamed(self, replica_id: str, status: int, first_s: float, between_s: float | None) -> None:
         """Count a stream by the time of its first bytes and by the mean time between its events, if it had two."""
-        self._first_token.of(replica_id, str(status)).observe(first_s)
-        self._percentiles_of[1].observe(first_s)
+        self._first_token.observe(first_s, (replica_id, str(status)))
+        self._percentiles_of[1][bisect_left(PERCENTILE_BUCKETS_S, first_s)] += 1
         if between_s is not None:
-            self._between_tokens.of(replica_id, str(status)).observe(between_s)
+            self._between_tokens.observe(between_s, (replica_id, str(status)))
 
     def turn_ended(self, replica_id: str | None, status: int | None, duration_s: float) -> None:
         """Count a turn by its total time."""
-        self._duration.of(replica_id or "", NO_STATUS if status is None else str(status)).observe(duration_s)
+        self._duration.observe(duration_s, (replica_id or "", NO_STATUS if status is None else str(status)))
         if status is not None and status < 400:
-            self._percentiles_of[2].observe(duration_s)
+            self._percentiles_of[2][bisect_left(PERCENTILE_BUCKETS_S, duration_s)] += 1
 
     def replica_removed(self, replica_id: str) -> None:
         """Remove the series of a replica."""
@@ -194,7 +184,7 @@ class TurnMetrics:
 
         First by the time held, then to the first token of a stream, then to the end of an answer that is no error.
         """
-        return tuple(series.counts() for series in self._percentiles_of)
+        return tuple(map(tuple, self._percentiles_of))
 
     def count_retry(self, outcome: str) -> None:
         """Count a retry, `made` or `over_budget`."""
@@ -211,7 +201,7 @@ class LoopLag:
             "How late the event loop runs; everything the proxy carries waits this long.",
             LAG_BUCKETS_S,
             registry,
-        ).of()
+        )
 
     async def run(self) -> None:
         """Measure until cancelled."""

@@ -8,9 +8,9 @@ import structlog
 from aiohttp import web
 
 from thunderagent.errors import BodyTooLargeError, RequestError, ThunderAgentError
-from thunderagent.proxy.wire.aiohttp_request import mark, send_if_large, target_of, told_path
+from thunderagent.proxy.wire.aiohttp_request import NEVER_WAITS_BYTES, mark, target_of, told_path, write_eof
 from thunderagent.proxy.wire.errors import ErrorAnswer, answer_of, plain_answer
-from thunderagent.proxy.wire.request_id import REQUEST_ID
+from thunderagent.proxy.wire.headers import REQUEST_ID
 
 log = structlog.get_logger("thunderagent.proxy")
 
@@ -44,7 +44,10 @@ def answering_errors(handler: Handler) -> Handler:
         if "Expect" in request.headers and not request.content.is_eof() and not response.prepared:
             response.force_close()  # its body may still come or not: nobody told the client which
         mark(response)
-        await send_if_large(request, response)
+        body = response.body if isinstance(response, web.Response) and not response.prepared else None
+        if isinstance(body, bytes) and len(body) > NEVER_WAITS_BYTES:  # its client may have to be waited for
+            await response.prepare(request)
+            await write_eof(request, response)
         return response
 
     return handle

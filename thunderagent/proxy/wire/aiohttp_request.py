@@ -20,7 +20,7 @@ from thunderagent.errors import RequestError
 from thunderagent.proxy.reading.header_words import REQUEST_ID_HEADER
 from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.wire.exchange import KeptBody
-from thunderagent.proxy.wire.request_id import REQUEST_ID
+from thunderagent.proxy.wire.headers import REQUEST_ID
 
 log = structlog.get_logger("thunderagent.stall")
 
@@ -91,14 +91,6 @@ async def write(request: web.Request, response: web.StreamResponse, data: bytes)
         await response.write(data)  # a timer would cost as much
     else:
         await _within_limit(request, response.write(data))
-
-
-async def send_if_large(request: web.Request, response: web.StreamResponse) -> None:
-    """Send a whole answer that may wait for its client; small ones are left to the server. Raises like `write`."""
-    body = response.body if isinstance(response, web.Response) and not response.prepared else None
-    if isinstance(body, bytes) and len(body) > NEVER_WAITS_BYTES:
-        await response.prepare(request)
-        await write_eof(request, response)
 
 
 async def write_eof(request: web.Request, response: web.StreamResponse) -> None:

@@ -49,32 +49,27 @@ class Server(web.Server):
         self._options = options
         self.handler = handler_of
         sweep = Sweep(asyncio.get_running_loop())
-        self._settings = Settings(self, sweep, idle_s=options.get("keepalive_timeout", 75.0), stall_s=stall_s)
+        self.settings = Settings(self, sweep, idle_s=options.get("keepalive_timeout", 75.0), stall_s=stall_s)
 
     def __call__(self) -> Connection:  # type: ignore[override]
         """Return the protocol of a new connection."""
-        return Connection(self._settings)
+        return Connection(self.settings)
 
     def borrower(self) -> Borrower:
         """Return the protocol for one aiohttp request."""
         return _Borrower(self, loop=asyncio.get_running_loop(), **self._options)
-
-    @property
-    def is_leaving(self) -> bool:
-        """Whether each new answer announces that it is its connection's last."""
-        return self._settings.is_leaving
 
     def leave(self) -> None:
         """Move clients elsewhere: each answer from now on announces that it is its connection's last.
 
         Idle connections stay, so that no request meets a closing one.
         """
-        self._settings.is_leaving = True
+        self.settings.is_leaving = True
 
     def close_idle(self) -> None:
         """Close idle connections, and the rest after the pending answers. New connections are accepted."""
-        self._settings.is_leaving = self._settings.is_closing = True
-        for connection in list(self._settings.connections):
+        self.settings.is_leaving = self.settings.is_closing = True
+        for connection in list(self.settings.connections):
             connection.close()
 
     def pre_shutdown(self) -> None:
@@ -87,10 +82,10 @@ class Server(web.Server):
         try:
             async with asyncio.timeout(timeout):
                 await super().shutdown(timeout)
-                await self._settings.all_closed()
+                await self.settings.all_closed()
         except TimeoutError:
             pass
-        for connection in list(self._settings.connections):
+        for connection in list(self.settings.connections):
             connection.close(at_once=True)
 
 
@@ -128,7 +123,7 @@ class _Borrower(RequestHandler):
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
         """Return the connection with the last byte of an answer."""
-        if isinstance(self._manager, Server) and self._manager.is_leaving:
+        if isinstance(self._manager, Server) and self._manager.settings.is_leaving:
             resp.force_close()
         response, has_left = await super().finish_response(request, resp, start_time)
         if isinstance(self.transport, Lent):

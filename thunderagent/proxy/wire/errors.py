@@ -9,7 +9,7 @@ from multidict import CIMultiDict
 
 from thunderagent.errors import KeyNeededError, ThunderAgentError
 from thunderagent.proxy.reading.dialects import CHAT, dialect_of
-from thunderagent.proxy.wire.request_id import REQUEST_ID
+from thunderagent.proxy.wire.headers import REQUEST_ID
 
 
 class ErrorAnswer(NamedTuple):

@@ -23,9 +23,9 @@ from thunderagent.proxy.reading.header_words import REQUEST_ID_HEADER
 from thunderagent.proxy.reading.target import CACHED_BYTES, Target
 from thunderagent.proxy.wire.errors import answer_of, plain_answer
 from thunderagent.proxy.wire.exchange import Exchange, KeptBody, done
+from thunderagent.proxy.wire.headers import REQUEST_ID
 from thunderagent.proxy.wire.http11.heads import RequestHead
 from thunderagent.proxy.wire.http11.server import Asked, Handler
-from thunderagent.proxy.wire.request_id import REQUEST_ID
 
 log = structlog.get_logger("thunderagent.proxy")
 

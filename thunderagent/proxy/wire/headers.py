@@ -1,17 +1,32 @@
-"""Which headers travel end to end, and what an answer says of its request in our own headers."""
+"""Which headers travel end to end, and what an answer says of its request in our own headers.
+
+The id of a request is the client's `X-Request-Id`, or a new one; the engine, the answer and the log have it.
+"""
 
 # compiled: both heads of each turn pass here
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from contextvars import ContextVar
+from itertools import count
+from secrets import token_hex
 from typing import Any, Final
 from urllib.parse import urljoin, urlsplit
 
 from multidict import CIMultiDict, CIMultiDictProxy, istr
 
 from thunderagent.errors import ReplicaError, ReplicaRedirectError, ThunderAgentError
+from thunderagent.proxy.reading.header_words import REQUEST_ID_HEADER
 from thunderagent.proxy.reading.target import Target
+
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
+"""Of the current request: each has a context of its own."""
+
+_USABLE_ID: Final = re.compile(r"[!-~]{1,256}")
+_BEGIN: Final = token_hex(8)  # per process; a random id for each request would cost a system call
+_numbers: Final = count(1)
 
 _CONNECTION: Final = istr("Connection")
 _CONTENT_LENGTH: Final = istr("Content-Length")
@@ -136,3 +151,20 @@ def tell_with_error(error: ThunderAgentError, headers: Mapping[str, str]) -> Non
     """Add these headers, and the failed replica if any, to the answer that reports an error."""
     replica: dict[str, str] = {REPLICA_HEADER: error.replica_id} if isinstance(error, ReplicaError) else {}
     error.answer_headers = {**headers, **replica}
+
+
+def take_request_id(headers: CIMultiDictProxy[str]) -> None:
+    """Let a request go on by its client's id if it is printable ASCII of up to 256 characters, or by a new one."""
+    given = headers.get(REQUEST_ID_HEADER)
+    if given is None or not _USABLE_ID.fullmatch(given):
+        given = _BEGIN + hex(next(_numbers))[2:]  # noqa: FURB116 - compiled, to format it costs several times that
+    REQUEST_ID.set(given)
+
+
+def take_named_request_id(named: str, headers: CIMultiDictProxy[str]) -> None:
+    """Let a request go on by the id that its body names, unless a header names one.
+
+    Otherwise vLLM would know it by ours: there a header overrides the body.
+    """
+    if REQUEST_ID_HEADER not in headers and _USABLE_ID.fullmatch(named):
+        REQUEST_ID.set(named)

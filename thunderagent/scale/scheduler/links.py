@@ -29,7 +29,8 @@ from thunderagent.backends.poller import Poller
 from thunderagent.errors import BadFrameError, ShuttingDownError, StandingByError
 from thunderagent.programs.messages import Decision, Event, Release
 from thunderagent.proxy.admin.cell import CellReport
-from thunderagent.proxy.fleet.replicas import NOT_POLLED, Replicas, Watcher
+from thunderagent.proxy.fleet.known import NOT_POLLED
+from thunderagent.proxy.fleet.replicas import Replicas, Watcher
 from thunderagent.runtime import Runtime
 from thunderagent.scale import messages
 from thunderagent.scale.messages import Deposed, Frame, Hello

@@ -22,7 +22,7 @@ from thunderagent.programs.messages import Pause, ProgramHinted, Reason, Tick
 from thunderagent.proxy.fleet import engine_plugins
 from thunderagent.proxy.fleet.client import ClientSettings, ReplicaClient
 from thunderagent.proxy.fleet.engine_plugins import BATCH_COUNT, POLLS_COUNT, EnginePlugins, hold_s_of, with_words
-from thunderagent.proxy.fleet.replicas import KnownReplica
+from thunderagent.proxy.fleet.known import KnownReplica
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

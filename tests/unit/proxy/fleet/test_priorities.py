@@ -7,8 +7,8 @@ from multidict import CIMultiDict
 from thunderagent.backends import backend_of
 from thunderagent.backends.poller import ReplicaEndpoint
 from thunderagent.backends.priority_field import with_priority
+from thunderagent.proxy.fleet.known import KnownReplica
 from thunderagent.proxy.fleet.priorities import EnginePriorities
-from thunderagent.proxy.fleet.replicas import KnownReplica
 
 CHAT = "/v1/chat/completions"
 

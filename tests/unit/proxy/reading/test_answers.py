@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from thunderagent.proxy.reading.answer_errors import AnswerError, error_of_events
-from thunderagent.proxy.reading.answers import read_answer
+from thunderagent.proxy.reading.answers import AnswerError, error_of_events, read_answer
 from thunderagent.proxy.reading.dialects import NO_USAGE, TURN_DIALECTS, Dialect, Usage
 from thunderagent.proxy.reading.dialects.openai import OpenAI
 from thunderagent.proxy.reading.sse import LARGE_EVENT_BYTES, data_of

@@ -183,7 +183,7 @@ def test_coding_agents_name_who_waits(path_id: str | None, headers: dict[str, st
     """Beside a branch it names a branch of the same program; beside a Codex thread with its own session, a program."""
     turn = identify(path_id, CIMultiDictProxy(CIMultiDict(headers)), b"{}")
     assert turn is not None
-    assert (turn.parent_branch_id, turn.parent_id) == parents
+    assert (turn.told.get("parent_branch_id", ""), turn.told.get("parent_id", "")) == parents
 
 
 @pytest.mark.parametrize(("value", "is_final"), [("1", True), ("true", True), ("0", False), ("", False)])
@@ -206,8 +206,8 @@ def test_the_branch_is_a_header() -> None:
 
 def test_the_group_is_a_header_that_is_checked_like_an_id() -> None:
     """Programs of one group finish together."""
-    assert identified(headers={"X-Program-Group": "prompt 7"}).group_id == "prompt 7"
-    assert identified().group_id == ""
+    assert identified(headers={"X-Program-Group": "prompt 7"}).told == {"group_id": "prompt 7"}
+    assert not identified().told
     for value in ("g" * 257, "a\nb"):
         with pytest.raises(InvalidProgramIdError, match="group id"):
             identified(headers={"X-Program-Group": value})
@@ -278,7 +278,7 @@ def test_an_empty_header_of_somebody_elses_is_none() -> None:
     """A client that only changed its base URL is not refused for its own header."""
     headers = {"X-Claude-Code-Session-Id": "s", "X-Claude-Code-Agent-Id": "", "X-Dynamo-Parent-Session-ID": ""}
     turn = identified(headers=headers)
-    assert (turn.program_id, turn.branch_id, turn.parent_id) == ("s", "", "")
+    assert (turn.program_id, turn.branch_id, turn.told) == ("s", "", {})
 
 
 @pytest.mark.parametrize("name", list(PROGRAM_HEADERS)[1:])
@@ -296,10 +296,10 @@ def test_an_empty_header_of_somebody_elses_names_no_program(name: str) -> None:
 def test_parent_and_tenant_are_headers() -> None:
     """Dynamo's name for the parent counts too, after ours."""
     turn = identified(headers={"X-Program-Parent": "p", "X-Dynamo-Parent-Session-ID": "d", "X-Program-Tenant": "t"})
-    assert (turn.parent_id, turn.tenant) == ("p", "t")
-    assert identified(headers={"X-Dynamo-Parent-Session-ID": "d"}).parent_id == "d"
-    assert identified(headers={"X-Session-Affinity": "c", "X-Parent-Session-Id": "o"}).parent_id == "o"
-    assert (identified().parent_id, identified().tenant) == ("", "")
+    assert (turn.told, turn.tenant) == ({"parent_id": "p"}, "t")
+    assert identified(headers={"X-Dynamo-Parent-Session-ID": "d"}).told == {"parent_id": "d"}
+    assert identified(headers={"X-Session-Affinity": "c", "X-Parent-Session-Id": "o"}).told == {"parent_id": "o"}
+    assert (identified().told, identified().tenant) == ({}, "")
 
 
 def test_the_user_names_the_program_only_if_that_is_wanted() -> None:

@@ -18,7 +18,7 @@ from thunderagent.proxy.reading.inference import STRIDE_BYTES, Inference, Prompt
 
 def turn_of(body: object) -> TurnRequest:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return TurnRequest(None, "anonymous", "", "", raw, usage_added=False, prefix=())
+    return TurnRequest(None, "anonymous", "", raw, usage_added=False, prefix=())
 
 
 def dialect_for(body: object) -> Dialect:

@@ -26,7 +26,7 @@ def attempt(
     since_s: float = 0.0,
     tenant: str = "",
 ) -> Record:
-    turn = TurnRequest(program_id, "body", branch_id, "", body, usage_added=False, prefix=(), tenant=tenant)
+    turn = TurnRequest(program_id, "body", branch_id, body, usage_added=False, prefix=(), tenant=tenant)
     patience = Patience(retry_count=count, idempotency_key=key)
     target = Target.parse(path)
     return Record(turn, patience, "POST", target, CHAT, body, since_s, since_s, next(IDS), None)

@@ -338,15 +338,17 @@ async def test_a_borrower_sees_no_request_that_we_do_not(batch: int) -> None:
 
 async def answer_by_us(parts: list[bytes], method: str, heads: KnownHeads[AnswerHead]) -> Reading:
     loop, pipe, reading = asyncio.get_running_loop(), Pipe(), Reading()
-    ended: list[client.Connection] = []
-    connection = client.Connection(loop, Sweep(loop), Pause(loop), ended.append, lambda _: None, heads)
+    ended: list[bool] = []
+    connection = client.Connection(
+        loop, Sweep(loop), Pause(loop), lambda _, is_open: ended.append(is_open), lambda _: None, heads
+    )
     connection.connection_made(pipe)
     waiter = connection.request(method, b"", None, Limits(60.0, 60.0, 60.0), loop.time())
     for part in parts:
         if not pipe.is_closed:
             connection.data_received(part)
         await asyncio.sleep(0)
-    is_kept = bool(ended) and not pipe.is_closed
+    is_kept = ended == [True] and not pipe.is_closed
     if not pipe.is_closed:
         connection.eof_received()
     connection.connection_lost(None)

@@ -8,7 +8,7 @@ expects. It never touches the bytes of an answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -18,16 +18,17 @@ from thunderagent.proxy.reading.sse import UNREADABLE, data_of, events_in, serve
 Read = TypeVar("Read")
 
 
-def read_events(events: bytes, mark: bytes, decode: Callable[[bytes], Read]) -> Iterator[Read]:
-    """Yield the data of those whole events that contain `mark`; unreadable ones are skipped."""
+def read_events(events: bytes, mark: bytes, decode: Callable[[bytes], Read]) -> list[Read]:
+    """Return the data of those whole events that contain `mark`; unreadable ones are skipped."""
+    found: list[Read] = []
     for event in events_in(events):
         if mark not in event:
             continue
         try:
-            said = decode(data_of(event))
+            found.append(decode(data_of(event)))
         except UNREADABLE:
             continue
-        yield said
+    return found
 
 
 class Usage(NamedTuple):

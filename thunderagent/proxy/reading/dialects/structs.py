@@ -203,3 +203,19 @@ class SaidChoices(msgspec.Struct):
     """The choices of an answer, read for their text."""
 
     choices: list[SaidChoice] | None = None
+
+
+# --- of an answer: where the APIs put errors
+
+
+class AnswerErrorFields(msgspec.Struct):
+    """What may say that an answer is an error."""
+
+    error: Any = None
+    type: Any = None
+    object: Any = None
+    status: Any = None
+    code: Any = None
+    response: Any = None
+    choices: Any = None
+    meta_info: Any = None

@@ -174,7 +174,7 @@ class Answer:
     def whole(self) -> bytes:
         """Return the body of a complete answer, or what is left of it; repeatable."""
         if self._body is None:
-            self._body = self._taken()
+            self._body, self._pieces = b"".join(self._pieces), []
         return self._body
 
     def peek(self) -> bytes:
@@ -208,16 +208,20 @@ class Answer:
                 continue
             if self.is_whole:
                 return
+            if self._failure is not None:
+                kind, why = self._failure
+                raise kind(why)
             self._sink = sink
+            self._waiter = waiter = asyncio.get_running_loop().create_future()
             try:
-                await self._change()
+                await waiter
             except BaseException:
                 if isinstance(self._wait, Coroutine):
                     self._wait.close()  # nobody will await it
                 self._wait = None
                 raise
             finally:
-                self._sink = None
+                self._sink = self._waiter = None
             raised, self._raised = self._raised, None
             if raised is not None:
                 try:
@@ -288,14 +292,12 @@ class Answer:
         self._connection = None
         self.is_whole = failure is None
         self._failure = failure
-        if self._waiter is not None:
-            self._tell()
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def _taken(self) -> bytes:
-        pieces = self._pieces
-        found = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        pieces.clear()
-        self._pieces_bytes = 0
+        found, self._pieces, self._pieces_bytes = b"".join(self._pieces), [], 0
         if self._is_held:
             self.go_on()
         return found
@@ -328,11 +330,11 @@ class Connection:
         loop: asyncio.AbstractEventLoop,
         sweep: Sweep,
         pause: Pause,
-        ended: Callable[[Connection], None],
+        ended: Callable[[Connection, bool], None],
         closed: Callable[[Connection], None],
         heads: KnownHeads[AnswerHead],
     ) -> None:
-        """Call `ended` when its request ended in any way, and `closed` when it is closed."""
+        """Call `ended` when its request ended in any way, and whether it is still open; `closed` when it is closed."""
         self._loop = loop
         self._sweep = sweep
         self._pause = pause
@@ -617,18 +619,17 @@ class Connection:
         self._failure = failure
         self.due_s = self._taken_s = inf
         self._buffer = b""
-        if self._chunks is not None:
-            self._chunks.close()
-            self._chunks = None
+        self._chunks = None
         transport = self._transport
         is_sent = transport is not None and not self._unsent and not transport.get_write_buffer_size()
-        if failure is not None or not self._keeps_alive or not is_sent:
+        stays = failure is None and self._keeps_alive and is_sent
+        if not stays:
             self._abort()
         elif self._is_paused:
             self.resume_reading()
         self._unsent = memoryview(b"")
         self._is_reused = True
-        self._ended(self)
+        self._ended(self, stays and transport is not None and not transport.is_closing())
         if answer is not None:
             answer.end(failure)
         if waiter is not None and not waiter.done() and failure is not None:
@@ -830,10 +831,10 @@ class Pool:
         self._sweep.add(connection)
         return connection
 
-    def _ended(self, site: _Site, connection: Connection) -> None:
+    def _ended(self, site: _Site, connection: Connection, is_open: bool) -> None:
         """Take a connection back whose request ended."""
         self.requests_count -= 1
-        if connection.is_open and not self._is_closed:
+        if is_open and not self._is_closed:
             site.idle.append(connection)
             connection.due_s = due_s = self._loop.time() + self._keepalive_s  # unless a request is sent before
             if due_s < self._sweep.timer_s:

@@ -69,15 +69,11 @@ class Lent(asyncio.Transport):
         self._is_endless = head.upgrades
         self._left_bytes = max(0, head.length)
         self._chunks = Chunks() if head.length == CHUNKED else None
+        self.is_whole = not head.upgrades and not head.length
+        """Whether all of the request arrived; what follows does not belong to the borrower."""
 
     def __repr__(self) -> str:
         return f"<Lent to {self._borrower!r}>"
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all of the request arrived; what follows does not belong to the borrower."""
-        is_awaited = self._left_bytes > 0 or (self._chunks is not None and not self._chunks.is_whole)
-        return not (self._is_endless or is_awaited)
 
     def begin(self, head: bytes, data: bytes) -> bytes:
         """Pass the head and its part of `data` to the borrower; return the rest. Raises as `feed` does."""
@@ -94,9 +90,11 @@ class Lent(asyncio.Transport):
         rest = b""
         if self._chunks is not None and not self._is_endless:
             self._chunks.feed(data)
+            self.is_whole = self._chunks.is_whole
         elif not self._is_endless:
             data, rest = data[: self._left_bytes], data[self._left_bytes :]
             self._left_bytes -= len(data)
+            self.is_whole = not self._left_bytes
         if self._borrower is not None:
             self._borrower.data_received(data)
         return rest
@@ -111,21 +109,16 @@ class Lent(asyncio.Transport):
         borrower, lender = self._borrower, self._lender
         if self._transport is None or borrower is None:
             return
-        self._end()
+        self._transport = self._borrower = None
         borrower.connection_lost(None)
         lender.returned(stays=stays)
-
-    def _end(self) -> None:
-        self._transport = self._borrower = None
-        if self._chunks is not None:
-            self._chunks.close()
 
     # --- for the connection --------------------------------------------------------------------------------------
 
     def lost(self, exc: BaseException | None) -> None:
         """End: the client left."""
         borrower = self._borrower
-        self._end()
+        self._transport = self._borrower = None
         if borrower is not None:
             borrower.connection_lost(exc)
 

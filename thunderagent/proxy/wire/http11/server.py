@@ -254,10 +254,7 @@ class Asked:
 
     def taken(self) -> bytes:
         """Return what arrived of the body and was not taken yet; all of it if `is_whole`."""
-        pieces = self._pieces
-        found = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        pieces.clear()
-        self._pieces_bytes = 0
+        found, self._pieces, self._pieces_bytes = b"".join(self._pieces), [], 0
         if self._connection.is_paused:
             self._connection.resume_reading()
         return found
@@ -293,8 +290,8 @@ class Asked:
                 headers.popall(CONTENT_LENGTH, None)
         elif self.head.method != "HEAD" or CONTENT_LENGTH not in headers:
             headers[CONTENT_LENGTH] = str(len(body))
-        head = self._head(status, reason, headers)
-        self.begun = True
+        head = self._connection.head_of(self, status, reason, headers)
+        self.begun = self.is_over = True
         self.sent_bytes = len(body)
         if transport is not None:
             if self.head.method == "HEAD" or not body:
@@ -303,7 +300,7 @@ class Asked:
                 transport.write(head + body)
             else:
                 transport.writelines([head, body])
-        return self._over()
+        return self._connection.answered()
 
     def begin(self, status: int, reason: str, headers: CIMultiDict[str]) -> Wait:
         """Write the head of an answer whose length is in its headers, or is not known yet.
@@ -317,7 +314,7 @@ class Asked:
         elif status not in BODILESS_STATUSES and CONTENT_LENGTH not in headers and self.head.is_http_11:
             self._is_chunked = self.head.method != "HEAD"
             headers[TRANSFER_ENCODING] = "chunked"
-        head = self._head(status, reason, headers)
+        head = self._connection.head_of(self, status, reason, headers)
         self.begun = True
         if transport is not None:
             transport.write(head)
@@ -342,7 +339,8 @@ class Asked:
         transport = self._connection.transport
         if self._is_chunked and transport is not None:
             transport.write(b"0\r\n\r\n")
-        return self._over()
+        self.is_over = True
+        return self._connection.answered()
 
     def cut(self) -> None:
         """Close the connection, which is how HTTP marks a started answer as incomplete."""
@@ -377,40 +375,11 @@ class Asked:
     def left(self) -> None:
         """Note that the client left, or that nothing more of its request is read."""
         self._sink = None
-        if self._chunks is not None:
-            self._chunks.close()
         self._tell()
 
     def _tell(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-    def _over(self) -> Wait:
-        self.is_over = True
-        if self._chunks is not None and not self.is_whole:
-            self._chunks.close()
-        connection = self._connection
-        wait = Room(connection) if connection.is_full or connection.transport is None else None
-        connection.answered()
-        return wait
-
-    def _head(self, status: int, reason: str, headers: CIMultiDict[str]) -> bytes:
-        self.status = status
-        if self.decorate is not None:
-            self.decorate(self, headers)
-        connection = self._connection
-        is_known = CONTENT_LENGTH in headers or TRANSFER_ENCODING in headers or status in BODILESS_STATUSES
-        if status == CHANGES_PROTOCOL:
-            headers["Connection"] = "Upgrade"
-            connection.closes = True
-        elif not (is_known and self.is_whole) or connection.is_last:
-            headers["Connection"] = "close"
-            connection.closes = True
-        elif not self.head.is_http_11:
-            headers["Connection"] = "keep-alive"
-        if DATE not in headers:
-            headers[DATE] = _date()
-        return written([f"HTTP/1.1 {status} {reason}"], headers)
 
 
 class Room:
@@ -484,7 +453,9 @@ class Waiting:
         """Wait for the next head; first for pending output to be read, if that is waited for."""
         if self.due_s == inf or self._asked is not None:
             self._asked = None
-            self._until(self._idle_s)
+            self.due_s = due_s = self._loop.time() + self._idle_s
+            if due_s < self._sweep.timer_s:
+                self._sweep.hasten(due_s)
 
     def for_room(self) -> None:
         """Wait for the client to read some of the output."""
@@ -574,11 +545,6 @@ class Connection:
 
     def __repr__(self) -> str:
         return f"<Connection, {'closed' if self.transport is None else self._asked or self._lent or 'idle'}>"
-
-    @property
-    def is_last(self) -> bool:
-        """Whether it carries no other request after the one that is answered."""
-        return self.closes or self._settings.is_leaving or (self._has_ended and not self._buffer)
 
     @property
     def is_idle(self) -> bool:
@@ -681,6 +647,25 @@ class Connection:
 
     # --- for a request -------------------------------------------------------------------------------------------
 
+    def head_of(self, asked: Asked, status: int, reason: str, headers: CIMultiDict[str]) -> bytes:
+        """Return the head of an answer, with what all answers have and what becomes of the connection."""
+        asked.status = status
+        if asked.decorate is not None:
+            asked.decorate(asked, headers)
+        is_known = CONTENT_LENGTH in headers or TRANSFER_ENCODING in headers or status in BODILESS_STATUSES
+        is_last = self.closes or self._settings.is_leaving or (self._has_ended and not self._buffer)
+        if status == CHANGES_PROTOCOL:
+            headers["Connection"] = "Upgrade"
+            self.closes = True
+        elif is_last or not (is_known and asked.is_whole):
+            headers["Connection"] = "close"
+            self.closes = True
+        elif not asked.head.is_http_11:
+            headers["Connection"] = "keep-alive"
+        if DATE not in headers:
+            headers[DATE] = _date()
+        return written([f"HTTP/1.1 {status} {reason}"], headers)
+
     async def room(self) -> None:
         """Return when the client has read something. Raises `LeftError`."""
         while self.is_full and self.transport is not None:
@@ -708,20 +693,22 @@ class Connection:
             if self.transport is not None:
                 self.transport.resume_reading()
 
-    def answered(self) -> None:
-        """Go on with the next request, or end."""
+    def answered(self) -> Wait:
+        """Go on with the next request, or end; return what to await until the client has read some of the answer."""
         asked, self._asked, self._task = self._asked, None, None
         if self.transport is None or self._waiting is None:
-            return
+            return Room(self)
+        wait = Room(self) if self.is_full else None
         self._is_ahead = False
         if self.is_paused:
             self.resume_reading()
         if self.closes or self._settings.is_closing:
             self._end(is_whole=asked is None or asked.is_whole)
-            return
+            return wait
         self._waiting.for_head()
         if self._buffer or self._has_ended:
             self._loop.call_soon(self._next)
+        return wait
 
     def cut(self) -> None:
         """End it with what was written so far."""
@@ -757,7 +744,13 @@ class Connection:
         self.closes = not head.keeps_alive
         handler = self._settings.router.handler(head)
         if handler is not None:
-            self._begin(Asked(self, head), handler)
+            asked, data = Asked(self, head), b""
+            self._asked = asked
+            if not asked.is_whole:
+                data, self._buffer = self._buffer, b""
+            if data and not self._feed(asked, data):
+                return
+            self._task = self._loop.create_task(self._answer(asked, handler))
         else:
             self._lent = Lent(self, self.transport, head, self._settings.router.borrower())
             rest, self._buffer = self._buffer, b""
@@ -768,15 +761,6 @@ class Connection:
                 return
         if self._has_ended:
             self._ask_for_sign()
-
-    def _begin(self, asked: Asked, handler: Handler) -> None:
-        self._asked = asked
-        data = b""
-        if not asked.is_whole:
-            data, self._buffer = self._buffer, b""
-        if data and not self._feed(asked, data):
-            return
-        self._task = self._loop.create_task(self._answer(asked, handler))
 
     async def _answer(self, asked: Asked, handler: Handler) -> None:
         try:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from thunderagent.backends import backend_of
 from thunderagent.backends.poller import ReplicaEndpoint
-from thunderagent.proxy.fleet.replicas import KnownReplica
-from thunderagent.proxy.fleet.weights import MOST_VERSIONS_COUNT, Weights
+from thunderagent.proxy.fleet.known import MOST_VERSIONS_COUNT, KnownReplica, Weights
 
 
 def replicas(count: int) -> list[KnownReplica]:
