@@ -31,6 +31,7 @@ from thunderagent.proxy.reading.body_fields import (
     UNREAD,
     hint_in,
     media_in,
+    misspelt_in,
     model_named,
     read_fields,
     recoded,
@@ -116,6 +117,8 @@ class TurnRequest(NamedTuple):
     """What several programs may share, if nothing names its program: that is inferred among those of the bucket."""
     docker_ids: tuple[str, ...] = ()
     """Containers that are to go with its program."""
+    note: str = ""
+    """What its client is told of a key of its body that is nearly one of ours; empty if there is none."""
 
 
 class SideCallRequest(NamedTuple):
@@ -205,6 +208,9 @@ def identify(
     hint = None
     if fields.agent_hint is not None or fields.vllm_xargs is not None or fields.nvext is not None:
         hint = hint_in(fields.agent_hint, fields.vllm_xargs, fields.nvext)
+    note = ""
+    if program_id is None or fields.agent_hint is not None:
+        note = misspelt_in(text, fields.agent_hint, is_named=program_id is not None or bool(bucket))
     return TurnRequest(
         program_id,
         source,
@@ -232,6 +238,7 @@ def identify(
         _engine_request_id(fields, headers),
         bucket,
         _docker_ids(fields),
+        note,
     )
 
 
