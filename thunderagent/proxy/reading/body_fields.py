@@ -30,6 +30,7 @@ OTHERS_FIELDS: Final[tuple[tuple[str, ...], ...]] = (
     ("nvext", "agent_context", "session_id"),
     ("nvext", "agent_context", "program_id"),
     ("conversation_params", "conversation_id"),  # TensorRT-LLM, NeMo Gym
+    ("litellm_session_id",),  # LiteLLM, Cline with it
 )
 """Where else a body may name its program, as paths to the value."""
 

@@ -31,6 +31,8 @@ PROGRAM_HEADERS: Final = {
     "Session-Id": "Thread-Id",  # Codex
     "Session_Id": "Thread-Id",
     "X-LiteLLM-Session-Id": BRANCH_HEADER,  # OpenHands, LiteLLM
+    "X-LiteLLM-Trace-Id": BRANCH_HEADER,  # Cline, its session; LiteLLM takes it for one, too
+    "Agent-Session-Id": BRANCH_HEADER,  # Goose
 }
 """Headers that name the program, ours first, and those that name its branch beside them."""
 

@@ -4,7 +4,8 @@ The first hit wins: the path (`/p/{program_id}/v1/...`), then headers, then fiel
 agent frameworks, coding agents and trainers name a request's conversation. A field that several agents may share names
 a bucket: its programs are told apart by their prompts (`inference.py`). Only fields for a proxy, `program_id` and
 `docker_ids`, are removed from the body, and only their bytes: whatever else the client sent reaches the engine
-unchanged. Others' ids of requests, traces or correlations never name a program: they change with each turn.
+unchanged. Others' ids of requests, traces or correlations never name a program: they change with each turn. The trace
+of LiteLLM is none of these: it is its word for a session, too.
 """
 
 # compiled: it is asked of each turn

@@ -285,6 +285,23 @@ def test_a_header_of_ours_that_is_empty_or_doubled_is_refused(name: str) -> None
 
 
 @pytest.mark.parametrize(
+    ("headers", "fields", "program_id"),
+    [
+        ({"x-litellm-trace-id": "1764_ab", "X-Title": "Cline", "HTTP-Referer": "https://cline.bot"}, {}, "1764_ab"),
+        ({}, {"litellm_session_id": "cline-01J", "stream": True}, "cline-01J"),
+        ({"agent-session-id": "20261129_1", "agent-working-dir": "/repo"}, {}, "20261129_1"),
+        ({"originator": "roo-code", "session_id": "0193-task"}, {"prompt_cache_key": "0193-task"}, "0193-task"),
+        ({"x-kilocode-mode": "code", "X-Session-Id": "ses_1", "x-session-affinity": "ses_1"}, {}, "ses_1"),
+    ],
+    ids=["cline", "cline-litellm", "goose", "roo", "kilo"],
+)
+def test_more_agents_name_their_sessions(headers: dict[str, str], fields: dict[str, object], program_id: str) -> None:
+    """As their sources send them to a server that is compatible with OpenAI's; a sub-agent has a session of its own."""
+    turn = identified(json.dumps({"model": "m", **fields}).encode(), headers=headers)
+    assert (turn.program_id, turn.branch_id, turn.bucket) == (program_id, "", "")
+
+
+@pytest.mark.parametrize(
     ("name", "right"),
     [
         ("X-Program-Idd", "X-Program-ID"),
