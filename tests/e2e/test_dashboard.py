@@ -308,6 +308,16 @@ async def test_it_follows_what_happens_without_a_reload(tmp_path: Path, open_pag
         assert await page.evaluate("window.notReloaded")
 
 
+async def test_a_link_to_a_program_that_is_not_there_says_so(world: World, open_page: OpenPage) -> None:
+    """It may have ended long ago, or be misspelt."""
+    async with open_page(world.url, path="/dashboard#program=nobody", allowed="404 (Not Found)") as page:
+        story = page.get_by_role("dialog")
+        await expect(story.locator(".state")).to_have_text("not live")
+        await expect(story.locator(".sentence")).to_have_text(
+            "No live program has this id. It ended, or its id is another."
+        )
+
+
 async def test_what_is_asked_a_moment_later_contradicts_no_key_figure(world: World, open_page: OpenPage) -> None:
     """The same count stands on the page twice: both come from one answer."""
     asked = asyncio.Event()

@@ -31,6 +31,16 @@ from tests.integration.support import (
 BOTH = (("X-Session-ID", "by-session"), ("X-Program-ID", "by-program"))
 
 
+async def test_what_is_nearly_ours_is_said(replica: FakeReplica, proxy: RunningProxy) -> None:
+    """A header is refused, in the caller's schema; a body's key reaches the engine, and the answer has a note."""
+    refused = await post(proxy.url, CHAT, turn(), ("X-Program-Limit", "max_turns=1"))
+    assert (refused.status, "did you mean X-Program-Limits?" in refused.error["message"]) == (400, True)
+    answer = await post(proxy.url, CHAT, turn(programId="a"))
+    assert (answer.status, answer.header("X-Program-ID")) == (200, None)
+    assert "did you mean program_id?" in (answer.header("X-ThunderAgent-Note") or "")
+    assert (await replica.call()).json()["programId"] == "a"
+
+
 @pytest.mark.parametrize(
     ("target", "headers", "fields", "program_id", "source"),
     [

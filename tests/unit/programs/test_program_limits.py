@@ -8,9 +8,11 @@ from tests.builders import Driver
 from thunderagent.programs.handlers.programs import record_of
 from thunderagent.programs.messages import ProgramLimits, ProgramsAdopted, Reason, least_of
 from thunderagent.programs.policies.breakeven import BreakEven
-from thunderagent.programs.rules.program_limits import FREE_COUNT
+from thunderagent.programs.rules.program_limits import FREE_COUNT, NEW_RATIO
 
 TIMES_S = 60.0
+NEW_S = (1.0 - NEW_RATIO) * TIMES_S
+"""When a new program is urgent."""
 
 
 def takes(driver: Driver, program_id: str, limits: ProgramLimits | None, *, took_s: float = 1.0) -> int:
@@ -149,12 +151,12 @@ def full_driver(count: int = 1) -> Driver:
 
 
 def test_a_program_that_would_miss_its_deadline_comes_first() -> None:
-    """It waits its turn until half of its time is over; then it passes those before it."""
+    """It waits its turn until 55 % of its time is over; then it passes those before it."""
     driver = full_driver(3)
     held = driver.arrives("urgent", 900, limits=ProgramLimits(deadline_s=TIMES_S))
     queue = driver.scheduler.queue
     assert queue.first_waiting(1)[0].program_id == "waits-0"
-    driver.now_s += TIMES_S / 2 + 1.0
+    driver.now_s += NEW_S + 1.0
     driver.ticks()
     assert queue.first_waiting(1)[0].program_id == "urgent"
     driver.finishes(1, 1000, 0)
@@ -163,20 +165,39 @@ def test_a_program_that_would_miss_its_deadline_comes_first() -> None:
     assert queue.first_waiting(1)[0].program_id == "waits-0"
 
 
-def test_a_program_passes_others_at_its_latest_start_and_no_sooner() -> None:
-    """Its four turns may take 4 + 2.5 * sqrt(4 + 16 / 2) times the 2 s that those of another with a deadline took."""
+@pytest.mark.parametrize(("turns", "need_s"), [(10, 35.5), (4, NEW_RATIO * TIMES_S)])
+def test_a_new_program_passes_others_at_its_latest_start_and_no_sooner(turns: int, need_s: float) -> None:
+    """Ten turns may take 10 + sqrt(10 + 100 / 2) times the 2 s of another with a deadline; four less than 45 %."""
     driver = Driver(BreakEven(reserve_tokens=0, low_ratio=1.0), replicas={"r0": 1000})
     takes(driver, "known", ProgramLimits(deadline_s=10 * TIMES_S, turns=2))
     driver.now_s += 1.0
     driver.arrives("first", 1000)
     driver.arrives("known", 900)
     driver.arrives("waits", 900)
-    driver.arrives("urgent", 900, limits=ProgramLimits(deadline_s=TIMES_S, turns=4))
+    driver.arrives("urgent", 900, limits=ProgramLimits(deadline_s=TIMES_S, turns=turns))
     began_s, waiting = driver.now_s, driver.scheduler.programs["urgent"]
-    for after_s, is_urgent in ((TIMES_S / 2 + 1.0, False), (TIMES_S - 26.0, False), (TIMES_S - 25.0, True)):
+    for after_s, is_urgent in ((TIMES_S - need_s - 1.0, False), (TIMES_S - need_s + 0.1, True)):
         driver.now_s = began_s + after_s
         driver.ticks()
         assert (waiting.urgent_until_s == began_s + TIMES_S) is is_urgent
+
+
+def test_a_program_that_began_keeps_a_wider_margin() -> None:
+    """Two turns are left of three, of 2 s: they may take 2 + 2.5 * sqrt(2 + 4 / 3) times that, by its three known."""
+    driver = Driver(BreakEven(reserve_tokens=0, low_ratio=1.0), replicas={"r0": 1000})
+    driver.now_s += 1.0
+    takes(driver, "began", ProgramLimits(deadline_s=TIMES_S, turns=3))
+    opened_s = driver.scheduler.programs["began"].opened_s
+    driver.now_s += 1.0
+    driver.arrives("first", 1000)
+    driver.arrives("began", 900)
+    began = driver.scheduler.programs["began"]
+    assert began.held
+    need_s = 2.0 * (2.0 + 2.5 * (2.0 + 4.0 / 3.0) ** 0.5)
+    for left_s, is_urgent in ((need_s + 0.5, False), (need_s - 0.5, True)):
+        driver.now_s = opened_s + TIMES_S - left_s
+        driver.ticks()
+        assert (began.urgent_until_s == opened_s + TIMES_S) is is_urgent
 
 
 def test_the_earliest_deadline_comes_first_of_the_urgent() -> None:
@@ -184,7 +205,7 @@ def test_the_earliest_deadline_comes_first_of_the_urgent() -> None:
     driver = full_driver()
     driver.arrives("later", 900, limits=ProgramLimits(deadline_s=TIMES_S))
     driver.arrives("sooner", 900, limits=ProgramLimits(deadline_s=TIMES_S - 5.0))
-    driver.now_s += TIMES_S / 2 + 1.0
+    driver.now_s += NEW_S + 1.0
     driver.ticks()
     assert [each.program_id for each in driver.scheduler.queue.first_waiting(3)] == ["sooner", "later", "waits-0"]
 
@@ -194,7 +215,7 @@ def test_deadlines_take_only_a_part_of_the_order() -> None:
     driver = full_driver()
     for number in range(3 * FREE_COUNT):
         driver.arrives(f"urgent-{number}", 900, limits=ProgramLimits(deadline_s=TIMES_S))
-    driver.now_s += TIMES_S / 2 + 1.0
+    driver.now_s += NEW_S + 1.0
     driver.ticks()
     names = [each.program_id for each in driver.scheduler.queue.first_waiting(3 * FREE_COUNT)]
     assert names.index("waits-0") == FREE_COUNT
@@ -213,7 +234,7 @@ def test_a_turn_that_leaves_the_queue_is_no_longer_urgent() -> None:
     """Its client left: what is left of its program has no place before others."""
     driver = full_driver()
     held = driver.arrives("urgent", 900, limits=ProgramLimits(deadline_s=TIMES_S))
-    driver.now_s += TIMES_S / 2 + 1.0
+    driver.now_s += NEW_S + 1.0
     driver.ticks()
     driver.is_abandoned(held)
     driver.now_s += TIMES_S

@@ -11,9 +11,12 @@ A deadline also counts in the order of the queue, no earlier than it must, becau
 turns that its client stated, otherwise for as many as it had, at the mean time a turn of its own without the time it
 was held and of `PRIOR_TURNS` like the last of others with deadlines: `k` turns in all. A turn with its tool varies as
 much as it takes in the mean, and so does a mean of `k`, by `1 / sqrt(k)` of it: `n` turns deviate by
-`sqrt(n + n**2 / k)` of them, and it may need `n + MARGIN_SIGMAS` times that. If its first turn has not ended, and
-nothing is known of others or its client did not state its turns, it is urgent after half of its time. Urgent programs
-come before all others of their priority, the earliest deadline first.
+`sqrt(n + n**2 / k)` of them, and it may need `n + MARGIN_SIGMAS` times that.
+
+Until its first turn has ended its own pace is unknown, but its client set the deadline by it. So then it may need
+`NEW_RATIO` of its time, and of its turns `FIRST_SIGMAS` times their deviation more than expected if that is longer: if
+its client stated them, and something is known of others. Urgent programs come before all others of their priority, the
+earliest deadline first.
 
 So that nobody starves, urgency is paid for: a program becomes urgent for `1 / URGENT_RATIO` restores of the paused
 queue, after the first `FREE_COUNT`. So at most a quarter of those that are restored passed others, however many
@@ -40,14 +43,17 @@ from thunderagent.programs.state.ranked_set import RankedSet
 MARGIN_SIGMAS: Final = 2.5
 """How many deviations longer than expected the turns that are left may take: they also wait again."""
 
+FIRST_SIGMAS: Final = 1.0
+"""The same for all turns of a new program. Each second of its first wait that it is too early, others pay."""
+
+NEW_RATIO: Final = 0.45
+"""The part of its time that a new program may need: loaded engines take twice its time alone, and some waits."""
+
 PRIOR_TURNS: Final = 2.0
 """How many turns of others count in the mean time of a program's turns: its own first ones say little."""
 
 PACE_RATIO: Final = 0.125
 """How much the last program counts in what turns of others take."""
-
-NEW_RATIO: Final = 0.5
-"""The part of its time after which a program is urgent of which nothing is known."""
 
 URGENT_RATIO: Final = 0.25
 """Urgent programs, as a ratio of the restores of the paused queue."""
@@ -203,13 +209,16 @@ class ProgramLimiter:
         took_s = max(0.0, program.waiting_since_s - program.opened_s - program.held_s_total)
         pace_s = self._pace_s or (took_s / done_count if done_count else 0.0)
         if not pace_s or (not done_count and limits.turns is None):
-            return (1.0 - NEW_RATIO) * deadline_s
+            return NEW_RATIO * deadline_s
         if done_count and took_s:  # branches that were held at once leave none
             self._pace_s = pace_s + PACE_RATIO * (took_s / done_count - pace_s)
         left_count = max(1, limits.turns - done_count if limits.turns is not None else done_count)
         known_count = done_count + PRIOR_TURNS
         turn_s = (took_s + PRIOR_TURNS * pace_s) / known_count
-        return turn_s * (left_count + MARGIN_SIGMAS * sqrt(left_count + left_count * left_count / known_count))
+        deviation_s = turn_s * sqrt(left_count + left_count * left_count / known_count)
+        if done_count:
+            return turn_s * left_count + MARGIN_SIGMAS * deviation_s
+        return max(turn_s * left_count + FIRST_SIGMAS * deviation_s, NEW_RATIO * deadline_s)
 
     def _least_s(self, limits: ProgramLimits, program: Program | None, role: str) -> float:
         """Return the least time in which a program's turns from the one that arrives on could end; 0 if unknown."""

@@ -28,7 +28,8 @@ SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 PREFLIGHT_AGE_S: Final = 600
 
 EXPOSED_HEADERS = (
-    f"{REQUEST_ID_HEADER}, X-Program-ID, X-Program-ID-Source, X-Replica-ID, X-Hold-Ms, Retry-After, WWW-Authenticate"
+    f"{REQUEST_ID_HEADER}, X-Program-ID, X-Program-ID-Source, X-Replica-ID, X-Hold-Ms, X-ThunderAgent-Note, "
+    "Retry-After, WWW-Authenticate"
 )
 
 _ORIGIN, _SITE, _USER_AGENT = istr("Origin"), istr("Sec-Fetch-Site"), istr("User-Agent")

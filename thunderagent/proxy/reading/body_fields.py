@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from difflib import get_close_matches
 from typing import Any, Final, TypeGuard
 
 import msgspec
@@ -29,6 +30,7 @@ OTHERS_FIELDS: Final[tuple[tuple[str, ...], ...]] = (
     ("nvext", "agent_context", "session_id"),
     ("nvext", "agent_context", "program_id"),
     ("conversation_params", "conversation_id"),  # TensorRT-LLM, NeMo Gym
+    ("litellm_session_id",),  # LiteLLM, Cline with it
 )
 """Where else a body may name its program, as paths to the value."""
 
@@ -318,3 +320,36 @@ def _of_memory(said: dict[Any, Any]) -> TurnHint | None:
 
 def _is_number(value: object, most: float) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= most
+
+
+# --- Keys that are nearly ours
+
+_PROGRAM_KEY: Final = re.compile(rb'(?<!\\)"(prog[a-z]{0,5}[-_ ]?ids?)"\s*:\s*["0-9]', re.IGNORECASE)
+_BEGINS_PROGRAM_KEY: Final = (b'"prog', b'"Prog', b'"PROG')
+
+_HINT_KEYS: Final = ("next_turn_in_s", "confidence", "keep")
+
+
+def misspelt_in(body: bytes, agent_hint: object, *, is_named: bool) -> str:
+    """Return what to tell a client of a misspelt key; empty if there is none.
+
+    An engine may know the key, so it is no error, and the body goes on unchanged. A program's key is looked for only in
+    a body that names none. Cost: a search for a word or two.
+    """
+    if isinstance(agent_hint, dict) and not any(key in agent_hint for key in _HINT_KEYS):
+        for key in list(agent_hint)[:MAX_EDITS_COUNT]:
+            if near := get_close_matches(str(key)[:50].lower(), _HINT_KEYS, 1, 0.8):
+                return f"agent_hint has the key {_shown(key)}, which says nothing here; did you mean {near[0]}?"
+    if is_named:
+        return ""
+    for word in _BEGINS_PROGRAM_KEY:
+        at = body.find(word)
+        if at >= 0 and (found := _PROGRAM_KEY.search(body, max(0, at - 1))) is not None:
+            key = found[1].decode()
+            if key != "program_id" and get_close_matches(key.lower(), ("program_id",), 1, 0.8):
+                return f"the body has the key {_shown(key)}, which names no program; did you mean program_id?"
+    return ""
+
+
+def _shown(key: object) -> str:
+    return ascii(str(key)[:50])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -31,6 +32,8 @@ PROGRAM_HEADERS: Final = {
     "Session-Id": "Thread-Id",  # Codex
     "Session_Id": "Thread-Id",
     "X-LiteLLM-Session-Id": BRANCH_HEADER,  # OpenHands, LiteLLM
+    "X-LiteLLM-Trace-Id": BRANCH_HEADER,  # Cline, its session; LiteLLM takes it for one, too
+    "Agent-Session-Id": BRANCH_HEADER,  # Goose
 }
 """Headers that name the program, ours first, and those that name its branch beside them."""
 
@@ -90,6 +93,25 @@ _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 NOTHING_TOLD: Final[Mapping[str, str]] = MappingProxyType({})
 
+_MEANT: Final = {
+    **{
+        word.lower(): f"X-Program-{word}"
+        for word in (
+            *("ID", "Branch", "Parent", "Final", "Tenant", "Group", "Role", "Outcome", "Class"),
+            *("Patience", "Limits", "Staleness", "Hint"),
+        )
+    },
+    **{key: f"X-Program-Limits: {key}=..." for key in ("deadline_s", "max_turns", "max_tokens", "max_age_s")},
+    **{key: f"X-Program-Hint: {key}=..." for key in ("next_turn_in_s", "keep", "confidence")},
+}
+"""What may be meant by a header of ours, by what follows `X-Program-`: it is that header, or a key of its value."""
+
+_LEAST_NEAR: Final = 0.75
+"""How near what follows must be to one of these."""
+
+_LEAST_NEAR_WHOLE: Final = 0.85
+"""The same for a header that does not begin like ours."""
+
 Said = Mapping[str, Sequence[str]]
 """Headers of a turn that matter: their values, by name as spelt above."""
 
@@ -124,13 +146,36 @@ def heard_in(
 
 
 def said_in(headers: CIMultiDictProxy[str], more_headers: Sequence[str] = ()) -> Said:
-    """Return the headers that matter, and `more_headers` if present. Cost: one pass."""
+    """Return the headers that matter, and `more_headers` if present. Cost: one pass.
+
+    Raises `RequestError` for a misspelt one of ours: what it says would be lost in silence.
+    """
     spelt = _SPELT if not more_headers else {name.lower(): name for name in more_headers} | _SPELT
     said: dict[str, Sequence[str]] = {}
     for name in headers:
-        if (known := spelt.get(name.lower())) is not None and known not in said:
-            said[known] = headers.getall(name)
+        lower = name.lower()
+        if (known := spelt.get(lower)) is not None:
+            if known not in said:
+                said[known] = headers.getall(name)
+        elif lower[:6] == "x-prog":
+            _check_spelling(lower)
     return said
+
+
+def _check_spelling(name: str) -> None:
+    """Raise `RequestError` if a header, in lower case, is nearly one of ours. One that is near none is another's."""
+    word = name.removeprefix("x-program-")
+    if word in _MEANT:
+        return
+    if word != name:
+        near = get_close_matches(word.replace("-", "_"), _MEANT, 1, _LEAST_NEAR)
+    else:
+        near = [
+            each.removeprefix("x-program-")
+            for each in get_close_matches(name, [f"x-program-{each}" for each in _MEANT], 1, _LEAST_NEAR_WHOLE)
+        ]
+    if near:
+        raise RequestError(f"there is no header {name[:50]!r}; did you mean {_MEANT[near[0]]}?")
 
 
 def program_header_of(said: Said, more_headers: Sequence[str] = ()) -> str:

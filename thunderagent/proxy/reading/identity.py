@@ -4,7 +4,8 @@ The first hit wins: the path (`/p/{program_id}/v1/...`), then headers, then fiel
 agent frameworks, coding agents and trainers name a request's conversation. A field that several agents may share names
 a bucket: its programs are told apart by their prompts (`inference.py`). Only fields for a proxy, `program_id` and
 `docker_ids`, are removed from the body, and only their bytes: whatever else the client sent reaches the engine
-unchanged. Others' ids of requests, traces or correlations never name a program: they change with each turn.
+unchanged. Others' ids of requests, traces or correlations never name a program: they change with each turn. The trace
+of LiteLLM is none of these: it is its word for a session, too.
 """
 
 # compiled: it is asked of each turn
@@ -31,6 +32,7 @@ from thunderagent.proxy.reading.body_fields import (
     UNREAD,
     hint_in,
     media_in,
+    misspelt_in,
     model_named,
     read_fields,
     recoded,
@@ -113,6 +115,8 @@ class TurnRequest(NamedTuple):
     """What several programs may share, if nothing names its program: that is inferred among those of the bucket."""
     docker_ids: tuple[str, ...] = ()
     """Containers that are to go with its program."""
+    note: str = ""
+    """What its client is told of a key of its body that is nearly one of ours; empty if there is none."""
 
 
 class SideCallRequest(NamedTuple):
@@ -206,6 +210,9 @@ def identify(
     engine_id: object = fields.rid  # SGLang's; then vLLM's header, which overrides its field
     if not isinstance(engine_id, str):
         engine_id = headers.get(REQUEST_ID_HEADER) or fields.request_id
+    note = ""
+    if program_id is None or fields.agent_hint is not None:
+        note = misspelt_in(text, fields.agent_hint, is_named=program_id is not None or bool(bucket))
     return TurnRequest(
         program_id,
         source,
@@ -229,6 +236,7 @@ def identify(
         engine_id if isinstance(engine_id, str) and len(engine_id) <= MAX_ID_CHARS else "",
         bucket,
         () if fields.docker_ids is UNSET and fields.extra_body is None else _docker_ids(fields),
+        note,
     )
 
 

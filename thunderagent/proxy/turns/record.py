@@ -65,7 +65,7 @@ from thunderagent.proxy.reading.inference import Chain, Key, Prompt, prompt_of
 from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.turns.aborts import ABORTABLE_PATHS, COMPLETIONS_PATH
 from thunderagent.proxy.turns.heartbeat import HeldStream
-from thunderagent.proxy.wire.headers import FAIL_OPEN_HEADER, HOLD_HEADER, REPLICA_HEADER, identity_headers
+from thunderagent.proxy.wire.headers import FAIL_OPEN_HEADER, HOLD_HEADER, NOTE_HEADER, REPLICA_HEADER, identity_headers
 
 # --- What its client says of its waiting
 
@@ -468,6 +468,8 @@ class Record:
             headers[REPLICA_HEADER] = self.replica_id
             if self.reason == FAIL_OPEN:
                 headers[FAIL_OPEN_HEADER] = "1"
+        if turn.note:
+            headers[NOTE_HEADER] = turn.note
         return headers
 
 

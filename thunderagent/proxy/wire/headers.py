@@ -59,7 +59,10 @@ HOLD_HEADER: Final = istr("X-Hold-Ms")
 FAIL_OPEN_HEADER: Final = istr("X-ThunderAgent-Fail-Open")
 """Set for a turn that ran without a scheduler's permission."""
 
-_OURS: Final = frozenset({PROGRAM_ID_HEADER, SOURCE_HEADER, REPLICA_HEADER, HOLD_HEADER, FAIL_OPEN_HEADER})
+NOTE_HEADER: Final = istr("X-ThunderAgent-Note")
+"""What a client should know of its request: a key of its body that is nearly one of ours."""
+
+_OURS: Final = frozenset({PROGRAM_ID_HEADER, SOURCE_HEADER, REPLICA_HEADER, HOLD_HEADER, FAIL_OPEN_HEADER, NOTE_HEADER})
 """Only the proxy says these; an engine that does is not believed."""
 
 _RESPONSE_DROPPED: Final = _HOP_BY_HOP | {istr("alt-svc"), istr("refresh")} | _OURS

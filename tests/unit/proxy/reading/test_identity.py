@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from msgspec import Raw
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from thunderagent.errors import InvalidProgramIdError, RequestError
+from thunderagent.proxy.reading import header_words
 from thunderagent.proxy.reading.body_fields import OTHERS_FIELDS, SLOWLY_READ_BYTES, in_utf8, model_named, read_fields
-from thunderagent.proxy.reading.header_words import FINAL_HEADERS, PROGRAM_HEADERS, check_program_id
+from thunderagent.proxy.reading.header_words import (
+    CLASS_HEADER,
+    FINAL_HEADERS,
+    OUTCOME_HEADER,
+    PROGRAM_HEADERS,
+    check_program_id,
+)
 from thunderagent.proxy.reading.identity import IdentityRules, TurnRequest, identify, identify_side_call
+from thunderagent.proxy.turns.fence import STALENESS_HEADER
+from thunderagent.proxy.turns.record import HINT_HEADER, LIMITS_HEADER, PATIENCE_HEADER
 
 MESSAGES = b'"messages":[{"role":"user","content":"hi"}]'
 
@@ -272,6 +282,101 @@ def test_a_header_of_ours_that_is_empty_or_doubled_is_refused(name: str) -> None
         identified(headers={name: ""})
     with pytest.raises(InvalidProgramIdError, match=f"{name} stands there 2 times"):
         identify(None, CIMultiDictProxy(CIMultiDict([(name, "a"), (name, "a")])), b"{}")
+
+
+@pytest.mark.parametrize(
+    ("headers", "fields", "program_id"),
+    [
+        ({"x-litellm-trace-id": "1764_ab", "X-Title": "Cline", "HTTP-Referer": "https://cline.bot"}, {}, "1764_ab"),
+        ({}, {"litellm_session_id": "cline-01J", "stream": True}, "cline-01J"),
+        ({"agent-session-id": "20261129_1", "agent-working-dir": "/repo"}, {}, "20261129_1"),
+        ({"originator": "roo-code", "session_id": "0193-task"}, {"prompt_cache_key": "0193-task"}, "0193-task"),
+        ({"x-kilocode-mode": "code", "X-Session-Id": "ses_1", "x-session-affinity": "ses_1"}, {}, "ses_1"),
+    ],
+    ids=["cline", "cline-litellm", "goose", "roo", "kilo"],
+)
+def test_more_agents_name_their_sessions(headers: dict[str, str], fields: dict[str, object], program_id: str) -> None:
+    """As their sources send them to a server that is compatible with OpenAI's; a sub-agent has a session of its own."""
+    turn = identified(json.dumps({"model": "m", **fields}).encode(), headers=headers)
+    assert (turn.program_id, turn.branch_id, turn.bucket) == (program_id, "", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "right"),
+    [
+        ("X-Program-Idd", "X-Program-ID"),
+        ("X-Progam-ID", "X-Program-ID"),
+        ("X-ProgramID", "X-Program-ID"),
+        ("x-program-limit", "X-Program-Limits"),
+        ("X-Program-Group-Id", "X-Program-Group"),
+        ("X-Program-Deadline", "X-Program-Limits: deadline_s=..."),
+        ("X-Program-Max-Turns", "X-Program-Limits: max_turns=..."),
+        ("X-Program-Next-Turn-In", "X-Program-Hint: next_turn_in_s=..."),
+    ],
+)
+def test_a_header_that_is_nearly_ours_is_refused_with_the_right_one(name: str, right: str) -> None:
+    """Nobody else has use for it, and what it says would be lost in silence."""
+    with pytest.raises(RequestError, match=f"did you mean {re.escape(right)}"):
+        identified(headers={name: "1"}, path_id="p")
+
+
+@pytest.mark.parametrize("name", ["X-Program-Name", "X-Program-Session", "X-Progress", "X-Program-ID-Source"])
+def test_a_header_that_is_near_none_of_ours_is_somebody_elses(name: str) -> None:
+    """A network's own, or a header of our answers that comes back."""
+    assert identified(headers={name: "1"}).source == "anonymous"
+
+
+def test_each_header_of_ours_is_known() -> None:
+    """Every header that a module reads, and those that an operator names."""
+    read = [PATIENCE_HEADER, LIMITS_HEADER, HINT_HEADER, STALENESS_HEADER, OUTCOME_HEADER, CLASS_HEADER]
+    ours = [*read, *header_words._SPELT.values()]
+    assert [
+        name for name in ours if name.startswith("X-Program-") and name[10:].lower() not in header_words._MEANT
+    ] == []
+    rules = IdentityRules(program_headers=("X-Program-Idd",))
+    turn = identify(None, CIMultiDictProxy(CIMultiDict({"X-Program-Idd": "a"})), b"{}", rules)
+    assert turn is not None
+    assert turn.program_id == "a"
+
+
+# --- Keys of the body that are nearly ours
+
+
+@pytest.mark.parametrize("key", ["programId", "program-id", "progam_id", "programid", "PROGRAM_ID"])
+@pytest.mark.parametrize("at", ["{%s}", '{"extra_body":{%s}}', '{"metadata":{%s}}'])
+def test_a_misspelt_program_id_is_told_and_goes_on_unchanged(key: str, at: str) -> None:
+    """An engine may know the key: it is no error, but its client should know that it names nobody."""
+    body = (at % f'"{key}" : "a"').encode()
+    turn = identified(body)
+    assert (turn.program_id, turn.body) == (None, body)
+    assert f"'{key}'" in turn.note
+    assert "did you mean program_id?" in turn.note
+    assert identified(body, path_id="p").note == ""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": 'set "programId": "a"'}]},
+        {"tools": [{"function": {"parameters": {"properties": {"programId": {"type": "string"}}}}}]},
+        {"project_id": "a", "prompt_id": "b", "program": "c"},
+        {"extra_body": {"program_id": None}},
+    ],
+)
+def test_what_only_looks_like_a_misspelt_program_id_is_none(body: dict[str, object]) -> None:
+    """Words of a prompt, a tool's own parameter, and other names."""
+    assert identified(json.dumps(body).encode()).note == ""
+
+
+def test_a_misspelt_hint_is_told() -> None:
+    """The words of others for the same field are no mistakes."""
+    turn = identified(b'{"agent_hint":{"next_turn_in":5}}', path_id="p")
+    assert (turn.hint, turn.note) == (
+        None,
+        "agent_hint has the key 'next_turn_in', which says nothing here; did you mean next_turn_in_s?",
+    )
+    for hint in ({"next_turn_in_s": 5}, {"cache_control": {"ttl": 0}}, {"reuse": 3}):
+        assert identified(json.dumps({"agent_hint": hint}).encode(), path_id="p").note == ""
 
 
 def test_an_empty_header_of_somebody_elses_is_none() -> None:

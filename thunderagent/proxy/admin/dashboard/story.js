@@ -100,18 +100,20 @@ export class Story {
       if (id === this.id && pool === this.pool && !this.ended) this.update(program);
     } catch (error) {
       if (!(error instanceof Refused)) return;  // the page says what is wrong with the proxy
-      if (id === this.id) this.end(error.status === 404 ? "no live program has this id" : error.message);
+      if (id === this.id) this.end(error.status === 404 ? "" : error.message);
     }
   }
 
-  /** It is over: what was seen last stays. */
+  /** It is over: what was seen last stays. Without a reason, no live program has its id. */
   end(why) {
     this.ended = true;
     this.stopListening();
-    if (this.drawer.dataset.has === "nothing") this.drawer.dataset.has = "words";
-    setText(this.state, "ended");
+    const wasSeen = this.drawer.dataset.has === "story";
+    if (!wasSeen) this.drawer.dataset.has = "words";
+    setText(this.state, why || wasSeen ? "ended" : "not live");
     this.state.dataset.state = "paused";
-    setText(this.sentence, `This program is not live: ${why}.`);
+    const seen = wasSeen ? "What was seen last stays here." : "It ended, or its id is another.";
+    setText(this.sentence, why ? `This program is not live: ${why}.` : `No live program has this id. ${seen}`);
   }
 
   update(program) {

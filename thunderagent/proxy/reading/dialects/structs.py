@@ -46,6 +46,7 @@ class BodyFields(PromptFields):
     nvext: Any = None
     agent_hint: Any = None
     conversation_params: Any = None
+    litellm_session_id: Any = None
     prompt_cache_key: Any = None
     user: Any = None
     stream: Any = None
