@@ -312,7 +312,7 @@ class SandboxTable:
             if self._by_handle.get(key) is sandbox:
                 del self._by_handle[key]
             sandbox.place = None
-            sandbox.told = False
+            sandbox.told = sandbox.suspended = sandbox.wants_suspension = False
 
     # --- the plan ---------------------------------------------------------------------------------------------------
 
