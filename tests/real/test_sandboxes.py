@@ -141,8 +141,8 @@ class Rollout:
         """Return the used bytes of the engine's file system."""
         return shutil.disk_usage(self.engine.data_root).used
 
-    async def program(self, program_id: str, *, release: bool = True) -> None:
-        """Run a program from begin to end: a sandbox that writes, and turns."""
+    async def program(self, program_id: str, *, release: bool = True) -> str:
+        """Run a program from begin to end: a sandbox that writes, and turns; return the id of its container."""
         await self.asks(program_id)
         assert (await self.takes_turn(program_id)).status_code == 200
         report = await self.is_usable(program_id)
@@ -151,6 +151,8 @@ class Rollout:
         assert (await self.takes_turn(program_id)).status_code == 200
         if release:
             await self.releases(program_id)
+        handle: str = report["handle"]
+        return handle
 
     async def programs(
         self,
@@ -171,12 +173,11 @@ class Rollout:
         async def one(number: int) -> None:
             nonlocal ended_count
             async with hands:
-                await self.program(f"{name}{number}", release=release)
+                handle = await self.program(f"{name}{number}", release=release)
                 ended_count += 1
                 after(ended_count)
                 if in_turn:
-                    of_it = f"thunderagent.program-id={name}{number}"
-                    await until(_async(lambda: not self.containers(of_it)), within_s=90)
+                    await until(_async(lambda: all(each["Id"] != handle for each in self.ours())), within_s=90)
 
         async with asyncio.TaskGroup() as group:
             for number in range(count):

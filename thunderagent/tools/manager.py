@@ -412,10 +412,11 @@ class Manager:
 
     def _suspend_idle(self, holds_s: Mapping[str, float]) -> None:
         """Suspend what is not needed for long, and thaw what is needed soon; `holds_s` is for programs that wait."""
+        concerned = [each for each in self.table if each.template.suspend and _is_agents(each)]
+        if not concerned:
+            return
         thaw_s = min(SUSPEND_OVER_S, max(THAW_AHEAD_S, min(holds_s.values(), default=0.0)))
-        for sandbox in self.table:
-            if not sandbox.template.suspend or not _is_agents(sandbox):
-                continue
+        for sandbox in concerned:
             is_idle = len(sandbox.program_ids) == 1 and self._commands.keys().isdisjoint(sandbox.program_ids)
             hold_s = min((holds_s.get(each, 0.0) for each in sandbox.program_ids), default=0.0) if is_idle else 0.0
             if sandbox.wants_suspension:
@@ -528,7 +529,7 @@ class Manager:
             sandbox_id=_order_id(sandbox),
             template=template,
             template_name=sandbox.template_name,
-            program_id=next(iter(sandbox.program_ids), ""),
+            program_id=next(iter(sandbox.program_ids), "") if template.is_of_its_program else "",
             expires_at_s=self._wall_clock() + template.ttl_s,
         )
         try:

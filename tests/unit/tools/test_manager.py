@@ -1038,6 +1038,16 @@ async def test_a_program_that_is_held_gets_a_warm_one_that_others_may_need_first
         assert world.manager.table.sandboxes["s3"].name == "s1"
 
 
+async def test_a_sandbox_that_may_go_to_another_program_is_labelled_with_none() -> None:
+    """Labels cannot be changed, so they would name the wrong one. One with its program's network stays its."""
+    templates = {"plain": Template(image="i"), "networked": Template(image="i", network="own")}
+    async with running(templates=templates) as world:
+        for name in templates:
+            await world.has_ready("p", template=name)
+        assert [each.program_id for each in world.driver.orders] == ["", "p"]
+        assert "p" not in world.driver.orders[0].labels.values()
+
+
 # --- suspending -------------------------------------------------------------------------------------------------------
 
 STANDS_STILL = {"still": Template(image="i", suspend=True), "plain": Template(image="plain")}
