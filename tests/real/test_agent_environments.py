@@ -202,7 +202,7 @@ async def let_go(engine: DockerEngine) -> str:
 def sandboxes_of(engine: DockerEngine) -> list[str]:
     """Return the ids of the program's containers, running or not."""
     with contextlib.closing(engine.client()) as client:
-        found = client.containers(all=True, filters={"label": f"thunderagent.program-id={PROGRAM}"})
+        found = client.containers(all=True, filters={"label": "thunderagent.sandbox-id"})
         return [each["Id"] for each in found]
 
 

@@ -339,6 +339,26 @@ CONTENT = (
     "cd / && find repo etc/passwd bin -xdev | sort | while read -r f; do stat -c '%n %A %u %g %N' \"$f\"; "
     '[ -f "$f" ] && [ ! -L "$f" ] && md5sum < "$f"; done; stat -c \'%A\' /root; ls /bin/yes 2>&1'
 )
+# All that a program could leave for the next: each file with its content, what is mounted, who listens, variables of
+# the first process and of a new one, and who runs. Three files differ by the engine's doing, and the times to live.
+INVENTORY = (
+    "find / -xdev ! -path '/proc/*' ! -path '/sys/*' ! -path /etc/hosts ! -path /etc/hostname "
+    "! -path /etc/resolv.conf | sort | while read -r f; do stat -c '%n %A %u %g %N' \"$f\"; "
+    '[ -f "$f" ] && [ ! -L "$f" ] && md5sum < "$f"; done; ls -A /dev/shm /dev/mqueue; '
+    "cut -d' ' -f2,3 /proc/mounts; cat /proc/net/tcp* /proc/net/udp* /proc/net/unix | wc -l; "
+    "tr '\\0' '\\n' < /proc/1/environ | grep -v HOSTNAME; env | grep -v HOSTNAME; "
+    "ps -o args | grep -vE 'sh -c|ps -o|find|sort|PID|COMMAND' | sed 's/[0-9]//g' | sort"
+)
+MISCHIEF = (
+    "echo SECRET > /secret; echo SECRET > /repo/src/file9; rm -rf /repo/src/file1; echo SECRET >> /etc/hosts;"
+    "cp /bin/busybox /repo/planted; echo SECRET > /tmp/x; echo SECRET > /dev/shm/y; chmod 777 /root /etc;"
+    "mkdir -p /repo/src/SECRET; echo SECRET > /etc/profile; echo export SECRET=1 > /root/.profile;"
+    "mkdir -p /var/spool/cron/crontabs /root/.ssh; echo '* * * * * touch /SECRET' > /var/spool/cron/crontabs/root;"
+    "echo SECRET > /root/.ssh/authorized_keys; echo SECRET=1 >> /etc/environment; echo SECRET >> /etc/hostname;"
+    "mount -t tmpfs SECRET /mnt; ln -s /proc/1/root /tmp/SECRET; mkfifo /tmp/pipe; hostname SECRET; umask 0;"
+    "export SECRET=1; (exec -a SECRET sleep 500) & (trap '' TERM HUP; exec -a SECRET sleep 501) & crond;"
+    "nc -l -p 7777 & nc -u -l -p 7778 & echo nameserver 10.9.9.9 > /etc/resolv.conf; touch /mischief"
+)
 
 
 async def test_a_sandbox_from_a_kept_setup_is_like_new_and_starts_soon(
@@ -353,16 +373,14 @@ async def test_a_sandbox_from_a_kept_setup_is_like_new_and_starts_soon(
     started_s = time.monotonic()
     first = await driver.prepare(order("s-1", ttl_s=600.0, **template))
     new_s = time.monotonic() - started_s
-    wanted = inside(client, first.handle, CONTENT)
+    wanted, inventory = inside(client, first.handle, CONTENT), inside(client, first.handle, INVENTORY)
     assert "repo/hard" in wanted
     assert "No such file" in wanted
-    mischief = (
-        "echo SECRET > /secret; echo SECRET > /repo/src/file9; rm -rf /repo/src/file1; echo SECRET >> /etc/hosts;"
-        "cp /bin/busybox /repo/planted; echo SECRET > /tmp/x; echo SECRET > /dev/shm/y; chmod 777 /root /etc;"
-        "mkdir -p /repo/src/SECRET; (exec -a SECRET sleep 500) & nc -l -p 7777 & echo SECRET > /etc/profile"
-    )
-    client.exec_start(client.exec_create(first.handle, ["sh", "-c", mischief])["Id"], detach=True)
+    client.exec_start(client.exec_create(first.handle, ["sh", "-c", MISCHIEF])["Id"], detach=True)
     await until(lambda: ":1E61" in inside(client, first.handle, "cat /proc/net/tcp*"))
+    await until(lambda: "mischief" in inside(client, first.handle, "ls /"))
+    for each in (".ssh/authorized_keys", "crontabs/root", "/dev/shm/y"):
+        assert each in inside(client, first.handle, "find / -xdev; find /dev/shm"), "the mischief is done"
     await driver.reclaim(first.handle)
 
     started_s = time.monotonic()
@@ -371,6 +389,8 @@ async def test_a_sandbox_from_a_kept_setup_is_like_new_and_starts_soon(
     with capsys.disabled():
         print(f"\na sandbox with setup {new_s:.2f} s, from its kept setup {reused_s:.2f} s: {reused_s / new_s:.2f}")
     assert inside(client, second.handle, CONTENT) == wanted
+    assert inside(client, second.handle, INVENTORY) == inventory
+    assert "SECRET" not in inside(client, second.handle, "cat /etc/hosts /etc/hostname /etc/resolv.conf; hostname")
     everywhere = "grep -rl SECRET / --exclude-dir=proc --exclude-dir=sys 2>/dev/null; find / -xdev -name '*SECRET*'"
     assert inside(client, second.handle, everywhere) == ""
     assert inside(client, second.handle, "find / -xdev -name planted; ls /dev/shm /tmp").split() == [

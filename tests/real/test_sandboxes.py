@@ -123,10 +123,11 @@ class Rollout:
         with contextlib.closing(self.engine.client()) as docker:
             return [each["Name"] for each in docker.volumes()["Volumes"] or ()]
 
-    def runs(self, handle: str, command: str) -> None:
-        """Run a command in a container."""
+    def output(self, handle: str, command: str) -> bytes:
+        """Run a command in a container; return what it said."""
         with contextlib.closing(self.engine.client()) as docker:
-            docker.exec_start(docker.exec_create(handle, ["sh", "-c", command]))
+            said: bytes = docker.exec_start(docker.exec_create(handle, ["sh", "-c", command]))
+            return said
 
     def files(self, handle: str, path: str) -> list[str]:
         """Return the name of a file in a container, in a list; empty if there is none."""
@@ -140,16 +141,18 @@ class Rollout:
         """Return the used bytes of the engine's file system."""
         return shutil.disk_usage(self.engine.data_root).used
 
-    async def program(self, program_id: str, *, release: bool = True) -> None:
-        """Run a program from begin to end: a sandbox that writes, and turns."""
+    async def program(self, program_id: str, *, release: bool = True) -> str:
+        """Run a program from begin to end: a sandbox that writes, and turns; return the id of its container."""
         await self.asks(program_id)
         assert (await self.takes_turn(program_id)).status_code == 200
         report = await self.is_usable(program_id)
         write = f"dd if=/dev/urandom of=/written bs=1M count={WRITTEN_BYTES // MB}"
-        await asyncio.to_thread(self.runs, report["handle"], write)
+        await asyncio.to_thread(self.output, report["handle"], write)
         assert (await self.takes_turn(program_id)).status_code == 200
         if release:
             await self.releases(program_id)
+        handle: str = report["handle"]
+        return handle
 
     async def programs(
         self,
@@ -170,12 +173,11 @@ class Rollout:
         async def one(number: int) -> None:
             nonlocal ended_count
             async with hands:
-                await self.program(f"{name}{number}", release=release)
+                handle = await self.program(f"{name}{number}", release=release)
                 ended_count += 1
                 after(ended_count)
                 if in_turn:
-                    of_it = f"thunderagent.program-id={name}{number}"
-                    await until(_async(lambda: not self.containers(of_it)), within_s=90)
+                    await until(_async(lambda: all(each["Id"] != handle for each in self.ours())), within_s=90)
 
         async with asyncio.TaskGroup() as group:
             for number in range(count):
@@ -328,7 +330,7 @@ async def test_who_was_let_in_gets_the_unused_sandbox_of_who_was_not(
         await rollout.asks("first", **({} if is_alike else {"environment": {"OTHER": "1"}}))
         report = await rollout.is_usable("first")
         assert (report["handle"] == made["Id"]) == is_alike
-        await asyncio.to_thread(rollout.runs, report["handle"], "echo first > /of")
+        await asyncio.to_thread(rollout.output, report["handle"], "echo first > /of")
         assert [each["Id"] for each in rollout.ours()] == [report["handle"]]
         assert (await rollout.sandbox("held"))["stage"] == "requested"
         await rollout.releases("first")
@@ -340,54 +342,52 @@ async def test_who_was_let_in_gets_the_unused_sandbox_of_who_was_not(
         await rollout.gone()
 
 
-@pytest.mark.nightly  # whether programs are paused, and woken ahead, depends on the machine's pace
 async def test_sandboxes_stand_still_while_their_programs_wait_and_wake_ahead(
     engine: DockerEngine, tmp_path: Path
 ) -> None:
-    """Twelve programs, memory for a quarter: each runs a command in its sandbox as soon as its turn is answered."""
-    simulated = ("engine", "--port", "0", "--kv-tokens", "2500", "--speed", "0.15")
-    async with (
-        thunderagent(*simulated, log_path=tmp_path / "engine.log") as replica,
-        serving(engine, tmp_path / "log", backends=replica.url) as rollout,
-    ):
-        began_s = time.time()
-        let_in_s: dict[str, list[float]] = {}
-
-        async def run(number: int) -> None:
-            name = f"p{number}"
+    """One program at a time: while nobody ends, the wait of the others grows until all of theirs stand still."""
+    names = [f"p{number}" for number in range(8)]
+    async with serving(engine, tmp_path / "log", "--policy", "cap", "--policy-arg", "n=1") as rollout:
+        for name in ("first", *names):
             await rollout.asks(name, suspend=True)
-            handle = (await rollout.is_usable(name))["handle"]
-            let_in_s[handle] = []
-            content = " ".join(f"w{number}x{each}" for each in range(350))
-            for _ in range(3):
-                turn = await rollout.takes_turn(name, max_tokens=100, messages=[{"role": "user", "content": content}])
-                assert turn.status_code == 200, turn.text
-                story = (await rollout.client.get(f"/programs/{name}")).json()["story"]
-                let_in_s[handle].append(
-                    time.time() - min(e["began_ago_s"] for e in story if e["began_ago_s"] is not None)
-                )
-                await asyncio.to_thread(rollout.runs, handle, "echo >> /ran")  # refused if it still stood still
-                content += " w1 w2 w3"
-                await asyncio.sleep(1.0)
-            assert await asyncio.to_thread(rollout.files, handle, "/ran") == ["ran"]
-            await rollout.releases(name)
+        handles = {name: (await rollout.is_usable(name))["handle"] for name in ("first", *names)}
+        await rollout.takes_turn("first")
+        turns = {name: asyncio.create_task(rollout.takes_turn(name)) for name in names}
 
-        await asyncio.gather(*(run(number) for number in range(12)))
+        async def ends(ended: str) -> str:
+            """End a program; return the one that is let in for it, which can use its sandbox at once."""
+            await rollout.releases(ended)
+            (answered,), _ = await asyncio.wait(turns.values(), return_when=asyncio.FIRST_COMPLETED)
+            name = next(each for each in turns if turns[each] is answered)
+            assert turns.pop(name).result().status_code == 200
+            ran = await asyncio.to_thread(rollout.output, handles[name], "echo awake")
+            assert ran == b"awake\n", "the engine refuses commands in what stands still"
+            return name
+
+        async def standing_still() -> set[str]:
+            with contextlib.closing(engine.client()) as docker:
+                paused = {each["Id"] for each in docker.containers(filters={"status": "paused"})}
+            return {name for name, handle in handles.items() if handle in paused}
+
+        async def all_stand_still() -> bool:
+            return await standing_still() == set(turns)
+
+        async def one_is_awake() -> bool:
+            return len(await standing_still()) < len(turns)
+
+        await until(all_stand_still, within_s=50)
+        has_place, woken_ahead = "first", 0
+        while len(turns) > 1 and not woken_ahead:
+            has_place = await ends(has_place)
+            with contextlib.suppress(TimeoutError):
+                await until(one_is_awake, within_s=3)
+                woken_ahead = len(turns) - len(await standing_still())
+        print(f"\nof {len(turns)} that wait {woken_ahead} were woken ahead of their turn")
+        assert woken_ahead
+        while turns:
+            has_place = await ends(has_place)
+        await rollout.releases(has_place)
         await rollout.gone()
-    with contextlib.closing(engine.client()) as docker:
-        said = docker.events(since=int(began_s), until=int(time.time()) + 1, decode=True)
-        pauses = [
-            (each["id"], each["Action"], each["timeNano"] / 1e9)
-            for each in said
-            if each["Type"] == "container" and each["Action"] in ("pause", "unpause")
-        ]
-    woken = [(handle, at_s) for handle, what, at_s in pauses if what == "unpause"]
-    assert len(woken) == len(pauses) / 2 > 0, pauses
-    ahead_s = [min((let - at_s for let in let_in_s[handle] if let > at_s - 0.5), default=0.0) for handle, at_s in woken]
-    print(
-        f"\n{len(woken)} were suspended; woken ahead of their turn by, s: {sorted(round(each, 2) for each in ahead_s)}"
-    )
-    assert max(ahead_s) > 0.0
 
 
 async def _twenty(rollout: Rollout, ttl_s: float) -> None:
@@ -431,7 +431,7 @@ async def test_nothing_is_left_of_a_run_that_was_killed(engine: DockerEngine, tm
             await rollout.asks(f"p{number}", network="own" if number % 2 else "default", **wanted, **late)
         for number in range(5):
             report = await rollout.is_usable(f"p{number}")
-            await asyncio.to_thread(rollout.runs, report["handle"], "echo written > /data/written")
+            await asyncio.to_thread(rollout.output, report["handle"], "echo written > /data/written")
         assert len(rollout.volumes()) >= 5
         rollout.proxy.process.kill()
         await rollout.proxy.process.wait()
@@ -543,7 +543,7 @@ async def test_one_that_dies_is_in_the_story(rollout: Rollout) -> None:
     await rollout.takes_turn("p")
     await rollout.asks("p", command=["sh", "-c", "until [ -e /go ]; do sleep 0.1; done; exit 3"])
     report = await rollout.is_usable("p")
-    await asyncio.to_thread(rollout.runs, report["handle"], "touch /go")
+    await asyncio.to_thread(rollout.output, report["handle"], "touch /go")
 
     async def told() -> bool:
         return (await rollout.sandbox("p"))["stage"] == "failed"

@@ -10,17 +10,18 @@ the first command. The proxy removes it with the program: the environment remove
 
 from __future__ import annotations
 
+import os
+import subprocess
 from typing import Any
 
 from minisweagent.environments.docker import DockerEnvironment, DockerEnvironmentConfig
 
-from thunderagent.client.errors import ClientError
 from thunderagent.client.program import SANDBOX_TIMEOUT_S
 from thunderagent.client.program_sandbox import ProgramSandbox
 
 
 class SandboxEnvironmentConfig(DockerEnvironmentConfig):  # type: ignore[misc]  # the package is the agent's own
-    """As of the package's Docker environment; what makes a container has no effect: `image`, `run_args`."""
+    """As of the package's Docker environment; `image`, `run_args` and `executable`, which make one, have no effect."""
 
     image: str = ""
     program_id: str = ""
@@ -36,11 +37,10 @@ class SandboxEnvironmentConfig(DockerEnvironmentConfig):  # type: ignore[misc]  
 
 
 class SandboxEnvironment(DockerEnvironment):  # type: ignore[misc]  # the package is the agent's own
-    """Runs commands in the Docker sandbox of a program."""
+    """Runs commands in the sandbox of a program: a container, or a pod."""
 
     def __init__(self, *, config_class: type = SandboxEnvironmentConfig, **kwargs: Any) -> None:
         """Ask for the sandbox if a template is given. Raises `ClientError`, `ValueError` without a program."""
-        self.container_id: str | None = None
         super().__init__(config_class=config_class, **kwargs)
 
     @property
@@ -61,12 +61,28 @@ class SandboxEnvironment(DockerEnvironment):  # type: ignore[misc]  # the packag
 
     def execute(self, action: dict[str, Any], cwd: str = "", *, timeout: int | None = None) -> dict[str, Any]:
         """Run a command in the sandbox; the first one waits for it. Raises `ClientError`, and what ends an agent."""
-        if self.container_id is None:
-            sandbox = self._sandbox.wait()
-            if sandbox["driver"] != "docker" or not sandbox["handle"]:
-                raise ClientError(f"the sandbox {sandbox['sandbox_id']} is no Docker container: {sandbox['driver']}")
-            self.container_id = sandbox["handle"]
-        output: dict[str, Any] = super().execute(action, cwd, timeout=timeout)
+        forwarded = {name: os.environ[name] for name in self.config.forward_env if name in os.environ}
+        self._sandbox.wait()
+        try:
+            done = self._sandbox.run(
+                [*self.config.interpreter, action.get("command", "")],
+                cwd=cwd or self.config.cwd,
+                env={**forwarded, **self.config.env},
+                timeout_s=timeout or self.config.timeout,
+                merges_output=True,
+            )
+        except TimeoutError as error:  # said to the model in the package's own words
+            cause = error.__cause__
+            written = cause.output if isinstance(cause, subprocess.TimeoutExpired) else None
+            output = {
+                "output": (written or b"").decode(errors="replace"),
+                "returncode": -1,
+                "exception_info": f"An error occurred while executing the command: {error}",
+                "extra": {"exception_type": "TimeoutExpired", "exception": str(error)},
+            }
+        else:
+            output = {"output": done.text, "returncode": done.exit_code, "exception_info": ""}
+        self._check_finished(output)
         return output
 
     def cleanup(self) -> None:

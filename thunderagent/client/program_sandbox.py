@@ -3,24 +3,42 @@
 It is asked for when the agent starts, so that the proxy prepares it while the first turn waits. The first command waits
 for it. The proxy removes it with the program: nothing here does. Commands go through `docker exec`, or `kubectl exec`;
 copies do, too, so they need a shell and `tar` in the sandbox, and work the same with both.
+
+Everybody on this machine, and in the sandbox, can read the words of a running command. So environment variables are no
+such words: they precede its standard input, and a shell in the sandbox reads them from there.
 """
 
 from __future__ import annotations
 
 import os
 import posixpath
+import secrets
+import shlex
+import shutil
 import subprocess
 import tarfile
 import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from thunderagent.client.errors import ClientError
 from thunderagent.client.program import PROGRAM_VARIABLE, SANDBOX_TIMEOUT_S, Program, Sandbox, program
+
+# Reads a script from the lines before the one that is its name, runs it, and is replaced by a command. `read` takes no
+# byte more than its line: the rest is the command's.
+_WITH_VARIABLES = """\
+script=
+while IFS= read -r line && [ "$line" != "$0" ]; do script=$script$line"
+"; done
+eval "unset script line
+$script"
+exec "$@"
+"""
 
 
 @dataclass(frozen=True)
@@ -88,7 +106,6 @@ class ProgramSandbox:
         words: Sequence[str],
         *,
         cwd: str = "",
-        env: Mapping[str, str] | None = None,
         user: str = "",
         has_terminal: bool = False,
     ) -> list[str]:
@@ -100,14 +117,11 @@ class ProgramSandbox:
         flags = ["-i", "-t"] if has_terminal else ["-i"]
         if sandbox["driver"] == "docker" and sandbox["handle"]:
             flags += ["--workdir", cwd] if cwd else []
-            flags += [flag for name, value in (env or {}).items() for flag in ("--env", f"{name}={value}")]
             flags += ["--user", user] if user else []
             return ["docker", "exec", *flags, sandbox["handle"], *words]
         if sandbox["driver"] in {"kubernetes", "agent-sandbox"} and (pod := sandbox["details"].get("pod")):
             if user:
                 raise ClientError(f"a command in a pod runs as the pod's user, not as {user}")
-            if env:
-                words = ["env", *(f"{name}={value}" for name, value in env.items()), *words]
             if cwd:
                 words = ["sh", "-c", 'cd "$0" && exec "$@"', cwd, *words]
             return ["kubectl", "exec", *flags, "--namespace", str(sandbox["details"]["namespace"]), pod, "--", *words]
@@ -117,6 +131,7 @@ class ProgramSandbox:
         self,
         words: Sequence[str],
         *,
+        env: Mapping[str, str] | None = None,
         stdin: IO[bytes] | None = None,
         timeout_s: float | None = None,
         merges_output: bool = False,
@@ -124,22 +139,34 @@ class ProgramSandbox:
     ) -> CommandOutput:
         """Run a command in the sandbox until it ends; `where` is as in `command`. With `merges_output`, no `stderr`.
 
-        Raises `ClientError`, and `TimeoutError` after `timeout_s`: the command then goes on in the sandbox.
+        With `env`, the sandbox needs a shell, and `stdin` is read to its end first. Raises `ClientError`, and
+        `TimeoutError` after `timeout_s`: the command then goes on in the sandbox.
         """
-        command = self.command(words, **where)
-        try:
-            done = subprocess.run(  # noqa: S603 - the caller names the command; no shell reads it
-                command,
-                stdin=stdin if stdin is not None else subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT if merges_output else subprocess.PIPE,
-                timeout=timeout_s,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise TimeoutError(f"{list(words)} did not end within {timeout_s} s") from error
-        except OSError as error:
-            raise ClientError(f"{command[0]} cannot be run: {error}") from error
+        with ExitStack() as stack:
+            called = list(words)
+            if env:
+                end = secrets.token_hex(8)
+                called = ["sh", "-c", _WITH_VARIABLES, end, *words]
+                file = stack.enter_context(tempfile.TemporaryFile())
+                file.write(os.fsencode(f"{_exports(env)}{end}\n"))
+                if stdin is not None:
+                    shutil.copyfileobj(stdin, file)
+                file.seek(0)
+                stdin = file
+            command = self.command(called, **where)
+            try:
+                done = subprocess.run(  # noqa: S603 - the caller names the command; no shell reads it
+                    command,
+                    stdin=stdin if stdin is not None else subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT if merges_output else subprocess.PIPE,
+                    timeout=timeout_s,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired as error:
+                raise TimeoutError(f"{list(words)} did not end within {timeout_s} s") from error
+            except OSError as error:
+                raise ClientError(f"{command[0]} cannot be run: {error}") from error
         return CommandOutput(done.returncode, done.stdout, done.stderr or b"")
 
     def copy_in(self, source: str | Path, target: str) -> None:
@@ -208,3 +235,11 @@ class ProgramSandbox:
         if not program_id:
             raise ValueError(f"no program: set program_id, or {PROGRAM_VARIABLE} in the environment")
         return program(program_id, proxy=self._proxy or None)
+
+
+def _exports(env: Mapping[str, str]) -> str:
+    """Return these variables as lines for a shell. Raises `ClientError` for a name that it cannot read."""
+    for name in env:
+        if not (name.isascii() and name.isidentifier()):
+            raise ClientError(f"{name!r} is no name of a variable in a shell")
+    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in env.items())

@@ -42,7 +42,10 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """One sandbox to make. `program_id` is empty for one that is kept warm; `expires_at_s` is Unix time."""
+    """One sandbox to make. `expires_at_s` is Unix time.
+
+    `program_id` is empty for one that may go to another program: its labels would name the wrong one.
+    """
 
     sandbox_id: str
     template: Template
@@ -90,7 +93,7 @@ class Found:
 
     @property
     def program_id(self) -> str:
-        """Return its program; empty if it is kept warm."""
+        """Return its program; empty if it may go to another."""
         return self.labels.get(PROGRAM_LABEL, "")
 
     @property

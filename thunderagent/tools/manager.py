@@ -10,8 +10,9 @@ A preparation that fails goes back to the table, which tries again or gives up. 
 is cancelled; the driver then removes what it had begun. A reclaiming that fails is repeated until it succeeds, because
 its object is ours; it is given up when the object has ended by itself, or was never ours to end. A sandbox whose
 template says so is suspended while its program waits for long, nothing runs in it and nobody else uses it, and thawed
-ahead of the turn: when that is expected soon, at the latest as it is let in. After each loss of contact and now and
-then, the engines' state is compared with the table. Objects with our name and an earlier run's are orphans and are
+ahead of the turn: when that is expected soon, or is the next one, at the latest as it is let in. One that its agent
+does not know of may still go to another program, and is not suspended. After each loss of contact and now and then, the
+engines' state is compared with the table. Objects with our name and an earlier run's are orphans and are
 removed at the start. Objects of this run that are not in the table are left from a failed preparation or sandbox, and
 are removed whenever they are seen. A look takes time: it says nothing of what came or went since it began.
 
@@ -57,7 +58,7 @@ log = structlog.get_logger("thunderagent.sandboxes")
 SUSPEND_OVER_S = 5.0
 """Programs that are expected to wait for longer have their sandboxes suspended."""
 THAW_AHEAD_S = 2.0
-"""How long before their turn these are thawed, if it is foreseen."""
+"""How long before their turn these are thawed, if it is foreseen; the next one is thawed as soon as it is that."""
 
 HEARS = (Grant, Restore, Release)
 """Kinds of events for `Manager.observe`."""
@@ -402,7 +403,7 @@ class Manager:
                 self._on_waited(0.0)
             elif sandbox.stage in COMING:
                 self._changed.set()
-            elif sandbox.wants_suspension:
+            if sandbox.wants_suspension:
                 self._suspend(sandbox, wanted=False)
         self.table.used(self._clock(), program_id)
 
@@ -410,13 +411,15 @@ class Manager:
 
     def _suspend_idle(self, holds_s: Mapping[str, float]) -> None:
         """Suspend what is not needed for long, and thaw what is needed soon; `holds_s` is for programs that wait."""
-        for sandbox in self.table:
-            if not sandbox.template.suspend or sandbox.stage is not Stage.IN_USE:
-                continue
+        concerned = [each for each in self.table if each.template.suspend and _is_agents(each)]
+        if not concerned:
+            return
+        thaw_s = min(SUSPEND_OVER_S, max(THAW_AHEAD_S, min(holds_s.values(), default=0.0)))
+        for sandbox in concerned:
             is_idle = len(sandbox.program_ids) == 1 and self._commands.keys().isdisjoint(sandbox.program_ids)
             hold_s = min((holds_s.get(each, 0.0) for each in sandbox.program_ids), default=0.0) if is_idle else 0.0
             if sandbox.wants_suspension:
-                if hold_s <= THAW_AHEAD_S:
+                if hold_s <= thaw_s:
                     self._suspend(sandbox, wanted=False)
             elif hold_s > SUSPEND_OVER_S and not sandbox.stays_awake:
                 self._suspend(sandbox, wanted=True)
@@ -444,12 +447,12 @@ class Manager:
                     if wanted:
                         sandbox.wants_suspension, sandbox.stays_awake = False, True
                         continue
-                    if sandbox.stage is not Stage.IN_USE:
+                    if not _is_agents(sandbox):
                         return
                     await asyncio.sleep(delay_s)
                     delay_s = min(2 * delay_s, self.settings.contact.retry_limit_s)
                 else:
-                    sandbox.suspended = wanted
+                    sandbox.suspended = wanted and sandbox.place is not None
                     self._tell(sandbox)
         finally:
             self._settling.discard(sandbox.name)
@@ -525,7 +528,7 @@ class Manager:
             sandbox_id=_order_id(sandbox),
             template=template,
             template_name=sandbox.template_name,
-            program_id=next(iter(sandbox.program_ids), ""),
+            program_id=next(iter(sandbox.program_ids), "") if template.is_of_its_program else "",
             expires_at_s=self._wall_clock() + template.ttl_s,
         )
         try:
@@ -829,6 +832,11 @@ class Manager:
         disk = [sandbox.disk_bytes for sandbox in alive if sandbox.disk_bytes is not None]
         memory = [sandbox.memory_bytes for sandbox in alive if sandbox.memory_bytes is not None]
         return len(alive), sum(disk) if disk or not alive else None, sum(memory) if memory or not alive else None
+
+
+def _is_agents(sandbox: Sandbox) -> bool:
+    """Return whether an agent has this sandbox, or knows it and waits for its first turn."""
+    return sandbox.stage is Stage.IN_USE or (sandbox.stage is Stage.READY and sandbox.told)
 
 
 def _order_id(sandbox: Sandbox) -> str:

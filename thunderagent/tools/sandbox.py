@@ -147,7 +147,7 @@ class Sandbox:
         self.sandbox_id = sandbox_id
         """Its owners' name for it. Whoever takes it over brings a name of their own."""
         self.name = sandbox_id
-        """The engine's name of it, which stays."""
+        """The engine's name of it, which stays, and names no program."""
         self.template = template
         self.digest = template.digest()
         self.template_name = template_name

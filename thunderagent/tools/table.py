@@ -19,7 +19,8 @@ one that may be in use: of which a client was told where it is (`Sandbox.told`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import cast
@@ -312,7 +313,7 @@ class SandboxTable:
             if self._by_handle.get(key) is sandbox:
                 del self._by_handle[key]
             sandbox.place = None
-            sandbox.told = False
+            sandbox.told = sandbox.suspended = sandbox.wants_suspension = False
 
     # --- the plan ---------------------------------------------------------------------------------------------------
 
@@ -327,7 +328,7 @@ class SandboxTable:
 
         `needed_in_s` maps programs to the seconds until they are expected to be admitted: 0 if running. `runs` says
         which run or use tools, `waits` which of these have no turn, so that they may wait for a sandbox. Cost:
-        O(sandboxes + wanted log wanted).
+        O(sandboxes log sandboxes).
         """
         self._adjust_warm(now_s)
         actions: list[Action] = list(self._hand_over(now_s, needed_in_s, runs))
@@ -337,7 +338,7 @@ class SandboxTable:
             alive = [each for each in self.sandboxes.values() if each.stage in ALIVE and not each.given]
             preparing_count = [each.stage for each in alive].count(Stage.PREPARING)
         if wanted and preparing_count < self.caps.hands_count:
-            room = Room(self.caps, alive)
+            room, idle = Room(self.caps, alive), None
             retried = [each for each in self.sandboxes.values() if each.stage is requested and each.retry_at_s > now_s]
             kept = [each for each in retried if any(map(waits, each.program_ids))]
             for due, sandbox in self._by_need(wanted, needed_in_s, runs):
@@ -351,8 +352,9 @@ class SandboxTable:
                         continue  # nobody waits for it
                     if not due:
                         break  # later ones are needed later: they do not overtake
-                    giving_way = self._idle(needed_in_s, runs) if is_waited_for else self._unowned.values()
-                    if not self._make_room(now_s, sandbox.template, room, giving_way) or not is_waited_for:
+                    if idle is None:
+                        idle = deque(self._idle(needed_in_s, runs) if is_waited_for else self._unowned.values())
+                    if not self._make_room(now_s, sandbox.template, room, idle) or not is_waited_for:
                         break
                     room.add(sandbox)  # it is kept for it
                     continue
@@ -372,19 +374,20 @@ class SandboxTable:
         awaited = {each for each in coming if any(map(runs, each.program_ids))}
         if not awaited and not (coming and self._unowned):
             return
-        idle: dict[str, list[Sandbox]] = {}
+        idle: defaultdict[str, deque[Sandbox]] = defaultdict(deque)
         for each in sorted(self._idle(needed_in_s, runs), key=lambda each: each.stage is Stage.PREPARING):
             if self._may_change_hands(now_s, each):
-                idle.setdefault(each.digest, []).append(each)
+                idle[each.digest].append(each)
         needed_s = {each: min(map(needed_in_s, each.program_ids)) for each in coming}
         for sandbox in sorted(coming, key=lambda each: (each not in awaited, needed_s[each], each.requested_s)):
             if sandbox.stage is Stage.PREPARING and sandbox not in awaited:
                 continue
-            alike = idle.get(sandbox.digest, [])
-            found = next((each for each in alike if sandbox in awaited or not each.program_ids), None)
-            if found is None or sandbox.stage is found.stage:
+            alike = idle[sandbox.digest]
+            while alike and alike[0].program_ids and sandbox not in awaited:
+                alike.popleft()  # those that may take it have all had their turn
+            if not alike or sandbox.stage is alike[0].stage:
                 continue
-            alike.remove(found)
+            found = alike.popleft()
             self._exchange(found, sandbox)
             yield HandOver(found, sandbox)
 
@@ -405,8 +408,7 @@ class SandboxTable:
 
     def _may_change_hands(self, now_s: float, sandbox: Sandbox) -> bool:
         """Return whether nothing about it is its owner's: a network, what a service was told, half a pause."""
-        template = sandbox.template
-        is_own = template.network == "own" or (template.driver == "callback" and bool(sandbox.program_ids))
+        is_own = sandbox.template.is_of_its_program and bool(sandbox.program_ids)
         return not (is_own or sandbox.suspended or sandbox.wants_suspension or sandbox.is_stale(now_s))
 
     def _exchange(self, given: Sandbox, instead: Sandbox) -> None:
@@ -443,24 +445,28 @@ class SandboxTable:
         for begin_in_s, _, _, _, _, sandbox in ranked:
             yield begin_in_s <= 0.0, sandbox
 
-    def _make_room(self, now_s: float, template: Template, room: Room, idle: Iterable[Sandbox]) -> bool:
-        """Reclaim some of these, if one of this template fits then; return whether it will, once they are gone."""
-        giving_way: list[Sandbox] = []
-        for sandbox in idle:
-            if room.will_hold(template):
-                break
+    def _make_room(self, now_s: float, template: Template, room: Room, idle: deque[Sandbox]) -> bool:
+        """Reclaim some of these, if one of this template fits then; return whether it will, once they are gone.
+
+        They are taken from `idle`, and those that stay put back.
+        """
+        taken: list[Sandbox] = []
+        while idle and not room.will_hold(template):
+            sandbox = idle.popleft()
             if sandbox.stage is not Stage.REQUESTED:
                 room.leaving(sandbox)
-                giving_way.append(sandbox)
+                taken.append(sandbox)
         if not room.will_hold(template):
             return False
-        for sandbox in reversed(giving_way[:-1]):  # who frees nothing of what is short stays
+        giving_way = taken[-1:]
+        for sandbox in reversed(taken[:-1]):  # who frees nothing of what is short stays
             room.leaving(sandbox, -1)
             if room.will_hold(template):
-                giving_way.remove(sandbox)
+                idle.appendleft(sandbox)
             else:
                 room.leaving(sandbox)
-        for sandbox in giving_way:
+                giving_way.append(sandbox)
+        for sandbox in reversed(giving_way):
             instead = None
             if sandbox.program_ids:
                 instead = Sandbox(self._new_id(), sandbox.template, sandbox.template_name, now_s)
@@ -470,6 +476,7 @@ class SandboxTable:
 
     def _adjust_warm(self, now_s: float) -> None:
         """Request missing warm sandboxes of each template; reclaim surplus ones."""
+        has_wanted: bool | None = None
         warm: dict[str, list[Sandbox]] = {digest: [] for digest in self._warm}
         for sandbox in list(self._unowned.values()):
             if sandbox.is_stale(now_s):
@@ -482,7 +489,11 @@ class SandboxTable:
                 self.reclaim(surplus, "more are warm than are to be kept")
             if template is None or len(there) >= count or now_s < self._warm_again_at_s.get(digest, -inf):
                 continue
-            if any(each.stage is Stage.REQUESTED and each.program_ids and each.retry_at_s <= now_s for each in self):
+            if has_wanted is None:
+                has_wanted = any(
+                    each.stage is Stage.REQUESTED and each.program_ids and each.retry_at_s <= now_s for each in self
+                )
+            if has_wanted:
                 return  # they come first
             for _ in range(count - len(there)):
                 sandbox = Sandbox(self._new_id(), template, name, now_s)

@@ -154,6 +154,11 @@ class Template(BaseModel):
         if said := sorted(_SAID_BY_POOL & self.model_fields_set):
             raise ValueError(f"the warm pool of an agent-sandbox template says {', '.join(said)}")
 
+    @property
+    def is_of_its_program(self) -> bool:
+        """Return whether something of it is its program's: a network, or what a service was told."""
+        return self.network == "own" or self.driver == "callback"
+
     def digest(self) -> str:
         """Return a digest that is equal for templates that make the same sandbox."""
         same = self.model_dump_json(exclude={"program_classes", "warm_count"})

@@ -31,7 +31,6 @@ shift
 while :; do
   case $1 in
     --workdir) cd "$2" || exit; shift 2 ;;
-    --env) export "$2"; shift 2 ;;
     --user | --namespace) shift 2 ;;
     -*) shift ;;
     *) break ;;
@@ -126,7 +125,7 @@ def test_a_failed_one_says_why(proxy: FakeProxy) -> None:
 
 
 def test_a_command_has_a_folder_variables_and_a_user(proxy: FakeProxy, calls: Path, tmp_path: Path) -> None:
-    """They are Docker's own flags; output and errors are apart, unless they are merged."""
+    """Folder and user are Docker's own flags; output and errors are apart, unless they are merged."""
     its = ready(proxy)
     done = its.run(["sh", "-c", 'pwd; echo "$A" >&2'], cwd=str(tmp_path), env={"A": "b c"}, user="me")
     assert (done.exit_code, done.stdout, done.stderr) == (0, f"{tmp_path}\n".encode(), b"b c\n")
@@ -135,6 +134,20 @@ def test_a_command_has_a_folder_variables_and_a_user(proxy: FakeProxy, calls: Pa
     assert " --user me c-1 sh -c " in calls.read_text()
     assert its.run(["sh", "-c", "echo a; echo b >&2"], merges_output=True).stdout == b"a\nb\n"
     assert its.command(["bash"], has_terminal=True) == ["docker", "exec", "-i", "-t", "c-1", "bash"]
+
+
+@pytest.mark.parametrize("driver", ["docker", "kubernetes"])
+def test_variables_are_never_words_of_a_process(proxy: FakeProxy, calls: Path, driver: str) -> None:
+    """Whatever is in them arrives, and after it what the command is to read; nothing else is in its environment."""
+    its = ready(proxy, driver=driver, details={"pod": "x-1", "namespace": "ns"})
+    env = {"TOKEN": "secret", "TEXT": 'it\'s $HOME\n`a` \\ "b"\n', "LAST": ""}
+    script = 'printf "%s|%s|%s|" "$TOKEN" "$TEXT" "$LAST"; cat; echo "$script$line"'
+    done = its.run(["sh", "-c", script], env=env, stdin=io.BytesIO(b"first\nrest"))
+    assert done.stdout.decode() == f"secret|{env['TEXT']}||first\nrest\n"
+    assert its.run(["sh", "-c", 'cat; echo "$TOKEN"'], env=env).stdout == b"secret\n"
+    assert "secret" not in calls.read_text()
+    with pytest.raises(ClientError, match="'A B' is no name"):
+        its.run(["true"], env={"A B": "c"})
 
 
 def test_a_pod_is_reached_by_kubectl(proxy: FakeProxy, calls: Path, tmp_path: Path) -> None:

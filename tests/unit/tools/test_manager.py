@@ -1037,6 +1037,16 @@ async def test_a_program_that_is_held_gets_a_warm_one_that_others_may_need_first
         assert world.manager.table.sandboxes["s3"].name == "s1"
 
 
+async def test_a_sandbox_that_may_go_to_another_program_is_labelled_with_none() -> None:
+    """Labels cannot be changed, so they would name the wrong one. One with its program's network stays its."""
+    templates = {"plain": Template(image="i"), "networked": Template(image="i", network="own")}
+    async with running(templates=templates) as world:
+        for name in templates:
+            await world.has_ready("p", template=name)
+        assert [each.program_id for each in world.driver.orders] == ["", "p"]
+        assert "p" not in world.driver.orders[0].labels.values()
+
+
 # --- suspending -------------------------------------------------------------------------------------------------------
 
 STANDS_STILL = {"still": Template(image="i", suspend=True), "plain": Template(image="plain")}
@@ -1065,13 +1075,54 @@ async def test_a_sandbox_stands_still_while_its_program_waits_and_wakes_ahead_of
             report = await changes.get()
             assert report is not None
             assert report["suspended"]
-        world.programs.holds_s = {"p": THAW_AHEAD_S + 0.5}
+        world.programs.holds_s = {"p": THAW_AHEAD_S + 0.5, "sooner": THAW_AHEAD_S}
         await asyncio.sleep(5 * FAST.plan_interval_s)
         assert handle in world.driver.suspended
-        world.programs.holds_s = {"p": THAW_AHEAD_S}
+        world.programs.holds_s = {"p": THAW_AHEAD_S, "sooner": THAW_AHEAD_S / 2}
         await world.until(lambda: not world.manager.of_program("p")[0]["suspended"])
         assert world.driver.suspended == set()
         assert world.driver.suspensions == [("suspend", handle), ("thaw", handle)]
+
+
+async def test_the_sandbox_of_the_next_turn_wakes_though_that_comes_later_than_soon() -> None:
+    """Where turns come seconds apart, none would be foreseen sooner. One that is far off stands still, though next."""
+    async with used() as (world, handle):
+        world.programs.holds_s = {"sooner": SUSPEND_OVER_S - 1, "p": 2 * SUSPEND_OVER_S}
+        await world.until(lambda: handle in world.driver.suspended)
+        world.programs.holds_s = {"p": SUSPEND_OVER_S + 1}
+        await asyncio.sleep(5 * FAST.plan_interval_s)
+        assert handle in world.driver.suspended
+        world.programs.holds_s = {"p": SUSPEND_OVER_S - 1, "later": 2 * SUSPEND_OVER_S}
+        await world.until(lambda: world.driver.suspended == set())
+
+
+async def test_a_sandbox_that_its_agent_knows_stands_still_before_the_first_turn_too() -> None:
+    """One that no agent was told of may go to another program, and stays awake."""
+    async with running(templates=STANDS_STILL) as world:
+        known, unknown = [(await world.has_ready(name, template="still"))["handle"] for name in ("p", "q")]
+        assert world.manager.of_program("p")[0]["stage"] == "ready"
+        world.programs.holds_s = {"p": 60.0, "q": 60.0}
+        await world.until(lambda: world.driver.suspended == {known})
+        await asyncio.sleep(5 * FAST.plan_interval_s)
+        assert world.driver.suspensions == [("suspend", known)]
+        world.programs.holds_s = {"q": 60.0}
+        world.admits("p")
+        await world.until(lambda: world.driver.suspended == set())
+        assert world.stage_of("s1") == "in_use"
+        assert unknown in world.driver.there
+
+
+async def test_a_sandbox_that_died_while_it_stood_still_is_made_anew_and_awake() -> None:
+    async with running(templates=STANDS_STILL) as world:
+        handle = (await world.has_ready("p", template="still"))["handle"]
+        world.manager.of_program("p")
+        world.programs.holds_s = {"p": 60.0}
+        await world.until(lambda: world.driver.suspended == {handle})
+        world.programs.holds_s = {}
+        world.manager.ended("docker", handle, "killed")
+        assert not world.manager.of_program("p")[0]["suspended"]
+        await world.until(lambda: world.stage_of("s1") == "ready")
+        assert not world.manager.of_program("p")[0]["suspended"]
 
 
 async def test_a_turn_that_is_let_in_before_it_was_expected_wakes_the_sandbox() -> None:

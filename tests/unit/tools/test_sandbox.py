@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from itertools import count
@@ -202,6 +203,42 @@ def test_a_plan_is_quick_with_thousands_of_sandboxes() -> None:
     began_s = process_time()
     plan(table, 2.0)
     assert process_time() - began_s < 0.1
+
+
+@pytest.mark.parametrize("case", ["handed over", "for the first", "reclaimed"])
+def test_a_plan_for_twice_as_many_costs_twice_as_much(case: str) -> None:
+    """Counted in lines, not in time: no list of idle ones is walked again for each that is wanted."""
+
+    def lines(count: int) -> int:
+        table = table_with(sandbox_count=count, hands_count=count, early_ratio=1.0, known_count=10 * count)
+        needed = {f"held{number}": 1000.0 - number for number in range(count)}
+        for name in needed:
+            table.request(0.0, PLAIN, "", name)
+        for action in plan(table):
+            table.prepared(1.0, action.sandbox, Place(action.sandbox.name))
+        wanted = [f"wanted{number}" for number in range(count)]
+        for name in wanted:
+            table.request(2.0, Template(image="other") if case == "reclaimed" else PLAIN, "", name)
+        if case == "for the first":  # and the others are not let in: they may take none, but a warm one
+            table.keep_warm({"t": (PLAIN, count)})
+            wanted = wanted[:1]
+        counted = 0
+
+        def count_line(_frame: object, event: str, _argument: object) -> object:
+            nonlocal counted
+            counted += event == "line"
+            return count_line
+
+        before = sys.gettrace()
+        sys.settrace(count_line)  # type: ignore[arg-type]
+        try:
+            actions = plan(table, 3.0, needed, running=set(wanted), waiting=set(wanted))
+        finally:
+            sys.settrace(before)
+        assert len(actions) >= len(wanted)
+        return counted
+
+    assert lines(200) < 2.5 * lines(100)
 
 
 # --- what stands unused goes to who can use it

@@ -74,8 +74,8 @@ class RestorePace:
 
     @property
     def interval_s(self) -> float:
-        """Time between two restores while somebody waits; 0 until one was seen."""
-        return min(LONGEST_INTERVAL_S, self._waited_s / self._restore_count) if self._restore_count else 0.0
+        """Time between two restores while somebody waits; until one was seen, how long one was waited for."""
+        return min(LONGEST_INTERVAL_S, self._waited_s / (self._restore_count or 1.0))
 
     def export(self) -> tuple[float, float]:
         """Return the number of recent restores, and their seconds of waiting."""

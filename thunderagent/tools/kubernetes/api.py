@@ -347,6 +347,8 @@ def _mapped(error: client.ApiException, verb: str, resource: Resource) -> Sandbo
             return SandboxSpaceError(message)
         if _LACKS_RIGHT.search(message):
             return RightError(f"the proxy lacks the right to {verb} {resource.plural}: {message}")
+    if code == 404 and (not status or "could not find the requested resource" in message):
+        return SandboxRefusedError(f"the cluster has no {resource.plural} of {resource.api_version}: {message}")
     if code == 409 and status.get("reason") == "AlreadyExists":
         return SandboxConflictError(message)
     if code in {401, 408, 409, 429} or code >= 500:

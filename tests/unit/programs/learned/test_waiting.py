@@ -12,11 +12,12 @@ from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.state.program import Phase, Status
 
 
-def test_nothing_is_expected_before_a_restore_was_seen() -> None:
+def test_before_a_restore_was_seen_one_takes_as_long_as_it_was_waited_for() -> None:
     pace = RestorePace()
     pace.accrue(0.0, waiting=True)
-    pace.accrue(50.0, waiting=True)
     assert pace.interval_s == 0.0
+    pace.accrue(50.0, waiting=True)
+    assert pace.interval_s == 50.0
 
 
 def test_only_time_in_which_somebody_waits_counts() -> None:
