@@ -6,6 +6,7 @@ TRAINING_STEPS says how many steps; TRAINING_RESULT is a file for the rewards an
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from contextlib import asynccontextmanager
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 import pytest
 
+from benchmarks.engine_kinds import MODEL_NAME
 from benchmarks.environments import RealEngineError, ensure_environment
 from benchmarks.processes import running
 from benchmarks.real_engine import RealEngine, RealEngineConfig, ensure_model
@@ -51,7 +53,13 @@ async def engines(model: Path, folder: Path) -> AsyncIterator[tuple[RealEngine, 
     (plugin := folder / "plugin").mkdir()
     token_tap.install(plugin)
     ports = free_ports(2)
-    shape: dict[str, Any] = {"hidden_size": 128, "layers": 2, "max_model_len": MAX_LEN, "core": None}
+    shape: dict[str, Any] = {
+        "hidden_size": 128,
+        "layers": 2,
+        "max_model_len": MAX_LEN,
+        "core": None,
+        "ready_timeout_s": 600,
+    }
     vllm = RealEngineConfig(
         **shape,
         pool_blocks=256,
@@ -68,7 +76,25 @@ async def engines(model: Path, folder: Path) -> AsyncIterator[tuple[RealEngine, 
         extra_args=("--model-path", str(model), "--max-running-requests", "16"),
     )
     async with RealEngine(vllm) as first, RealEngine(sglang) as second:
+        await warm(first.url, second.url, model)
         yield first, second
+
+
+async def warm(vllm_url: str, sglang_url: str, model: Path) -> None:
+    """Load the weights once, and answer: what engines compile when they first do that is in neither training's time."""
+    asks = {"messages": [{"role": "user", "content": "w1"}], "max_tokens": 1, "logprobs": True}
+    reload = {"method": "reload_weights", "kwargs": {"weights_path": str(model)}}
+    async with httpx2.AsyncClient(timeout=600) as client:
+        for path, body in (("/pause?mode=wait", {}), ("/collective_rpc", reload), ("/resume", {})):
+            (await client.post(f"{vllm_url}{path}", json=body)).raise_for_status()
+        update = {"model_path": str(model), "weight_version": "warm"}
+        (await client.post(f"{sglang_url}/update_weights_from_disk", json=update)).raise_for_status()
+        for url in (vllm_url, sglang_url):
+            for count in (1, 8, 16):
+                path = f"{url}/v1/chat/completions"
+                sent = [client.post(path, json={"model": MODEL_NAME, **asks}) for _ in range(count)]
+                for answer in await asyncio.gather(*sent):
+                    answer.raise_for_status()
 
 
 async def trained(python: Path, script: Path, log: Path, *arguments: object, **variables: str) -> dict[str, Any]:
