@@ -33,7 +33,7 @@ log = structlog.get_logger("thunderagent.rollouts")
 RESTART_S: Final = 1.0
 """How long after the end of one process the next one begins."""
 
-_MAIN: Final = "from thunderagent.proxy.watch.settling import main; main()"
+_MAIN: Final = "import sys; sys.path[:] = {}; from thunderagent.proxy.watch.settling import main; main()"
 _READ_BYTES: Final = 2**20
 
 
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def _started(handle: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", _MAIN]
+    command = [sys.executable, "-c", _MAIN.format(sys.path)]  # it imports what this process does
     return subprocess.Popen(command, stdin=handle, stdout=subprocess.DEVNULL)  # noqa: S603 - ours
 
 
