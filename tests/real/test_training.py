@@ -1,7 +1,7 @@
 """TRL's GRPO learns through the proxy on a real vLLM and a real SGLang, as `docs/examples/training/grpo.py` shows it.
 
 The model is a tiny random one, the task is to say the word that a tool said. It runs with and without the proxy.
-TRAINING_STEPS says how many steps; TRAINING_RESULT is a file for the rewards and the times.
+TRAINING_STEPS says how many steps, TRAINING_SEEDS how often; TRAINING_RESULT is a file for the rewards and the times.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections import Counter
 from contextlib import asynccontextmanager
 from pathlib import Path
 from statistics import mean
@@ -112,48 +113,53 @@ async def test_grpo_learns_through_the_proxy(
     vllm: None, sglang: None, python: Path, run_proxy: RunProxy, tmp_path: Path
 ) -> None:
     """Reward rises as without it; each token is the engine's own, and bears the version of its step's weights."""
-    steps = int(os.environ.get("TRAINING_STEPS", "30"))
+    steps, seeds = int(os.environ.get("TRAINING_STEPS", "30")), int(os.environ.get("TRAINING_SEEDS", "1"))
     model = ensure_model(128, 2, word_count=8, max_model_len=MAX_LEN)
+    example, direct = ROOT / "docs/examples/training/grpo.py", ROOT / "tests/real/train_directly.py"
+    runs: list[dict[str, Any]] = []
     async with engines(model, tmp_path) as (first, second):
-        async with run_proxy((first, second), "--rollouts", "logprobs", "--rollout-keep-s", "7200") as proxy:
-            through = await trained(
-                python,
-                ROOT / "docs/examples/training/grpo.py",
-                tmp_path / "through.log",
-                model,
-                tmp_path / "weights",
-                steps,
-                THUNDERAGENT_PROXY=proxy.url,
-            )
-            async with httpx2.AsyncClient(base_url=proxy.url, timeout=60) as client:
-                found = await rollouts_of(client)
-        own = (tmp_path / "tap.jsonl").read_text()
-        direct = await trained(
-            python,
-            ROOT / "tests/real/train_directly.py",
-            tmp_path / "direct.log",
-            model,
-            tmp_path / "weights-direct",
-            steps,
-            first.url,
-            second.url,
-        )
-    result = {"steps": steps, "through": through, "direct": direct}
-    print(json.dumps(result))
-    if out := os.environ.get("TRAINING_RESULT"):
-        Path(out).write_text(json.dumps(result, indent=1) + "\n")
-    compared = check_tokens(found, own)
-    print(f"{len(found)} rollouts, {compared} tokens compared with vLLM's core")
-    assert compared
+        for seed in range(seeds):
+            folder = tmp_path / f"seed-{seed}"
+            folder.mkdir()
+            run: dict[str, Any] = {"seed": seed}
+            for arm in ("through", "direct")[:: -1 if seed % 2 else 1]:  # each is first as often as the other
+                given = (model, folder / f"weights-{arm}", steps, seed)
+                if arm == "direct":
+                    run[arm] = await trained(python, direct, folder / "direct.log", *given, first.url, second.url)
+                    continue
+                tapped = (tmp_path / "tap.jsonl").stat().st_size
+                async with run_proxy((first, second), "--rollouts", "logprobs", "--rollout-keep-s", "7200") as proxy:
+                    found = {"THUNDERAGENT_PROXY": proxy.url}
+                    run[arm] = await trained(python, example, folder / "through.log", *given, **found)
+                    async with httpx2.AsyncClient(base_url=proxy.url, timeout=60) as client:
+                        run |= check(await rollouts_of(client), (tmp_path / "tap.jsonl").read_text()[tapped:], steps)
+            runs.append(run)
+            print(json.dumps(run))
+            if out := os.environ.get("TRAINING_RESULT"):
+                Path(out).write_text(json.dumps({"steps": steps, "runs": runs}, indent=1) + "\n")
+    if steps >= 30:
+        for each in runs:
+            for arm in ("through", "direct"):
+                rewards = each[arm]["rewards"]
+                assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.2, (arm, rewards)
+
+
+def check(found: list[dict[str, Any]], tap: str, steps: int) -> dict[str, int]:
+    """Check what was recorded of a training; return how many turns each kind of engine answered, and what was compared.
+
+    Each rollout is there, complete, with the weights of its step, and where vLLM answered with its core's own tokens.
+    """
+    compared, turns = check_tokens(found, tap), Counter[str]()
     assert len(found) == 64 * steps
     for each in found:
         assert each["complete"]
+        version = each["program_id"].split("-")[1]
         for turn in each["turns"]:
-            version = each["program_id"].split("-")[1]
             assert turn["weights_before"] == turn["weights_after"] == version, turn
-    if steps >= 30:
-        for each in (through, direct):
-            assert mean(each["rewards"][-5:]) > mean(each["rewards"][:5]) + 0.2
+            turns[turn["replica_id"]] += 1
+    assert 0 < compared < turns.total(), "both engines answered"
+    assert len(turns) == 2, turns
+    return {"rollouts_count": len(found), "turns_count": turns.total(), "compared_tokens": compared}
 
 
 async def rollouts_of(client: httpx2.AsyncClient) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 Each turn a tool says a word, and the agent has to say the same word. The reward is the part of words that are right.
 
     thunderagent serve --backends http://localhost:8000,http://localhost:8001 --rollouts logprobs
-    python grpo.py MODEL_FOLDER WEIGHTS_FOLDER STEPS
+    python grpo.py MODEL_FOLDER WEIGHTS_FOLDER STEPS [SEED]
 """
 
 import json
@@ -83,9 +83,9 @@ def rewarded(completions, reward, **_):
     return reward
 
 
-def train(model, steps, rollout_func):
-    """Train, and return the mean reward of each step and when it ended."""
-    draw = random.Random(0)
+def train(model, steps, seed, rollout_func):
+    """Train, and return the mean reward of each step."""
+    draw = random.Random(seed)
     prompts = [" ".join(draw.choices(WORDS, k=TURNS)) for _ in range(PROMPTS * steps)]
     settings = GRPOConfig(
         output_dir=FOLDER,
@@ -101,7 +101,7 @@ def train(model, steps, rollout_func):
         report_to="none",
         use_cpu=True,
         bf16=False,
-        seed=0,
+        seed=seed,
     )
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.pad_token = tokenizer.eos_token
@@ -118,8 +118,8 @@ def train(model, steps, rollout_func):
 
 
 if __name__ == "__main__":
-    MODEL, FOLDER, STEPS = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    MODEL, FOLDER, STEPS, SEED = sys.argv[1], sys.argv[2], int(sys.argv[3]), int((*sys.argv, 0)[4])
     MODEL_NAME = http.get("/v1/models").json()["data"][0]["id"]
     began = time.monotonic()
-    rewards = train(MODEL, STEPS, rollout_func)
+    rewards = train(MODEL, STEPS, SEED, rollout_func)
     print(json.dumps({"rewards": rewards, "took_s": time.monotonic() - began}))

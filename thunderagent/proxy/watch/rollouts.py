@@ -163,7 +163,8 @@ class Rollouts:
                 entry.deaths_count += 1
                 if entry.deaths_count >= MAX_DEATHS_COUNT:
                     count = self.table.give_up(entry)
-                    log.error("rollout_turns_lost", program_id=entry.rollout.program_id, count=count)
+                    why = f"{count} turns of which {MAX_DEATHS_COUNT} processes died"
+                    log.error("rollout_turn_lost", program_id=entry.rollout.program_id, why=why)
             self._wake(number)
         self._send_soon()
 

@@ -34,6 +34,7 @@ RESTART_S: Final = 1.0
 """How long after the end of one process the next one begins."""
 
 _MAIN: Final = "import sys; sys.path[:] = {}; from thunderagent.proxy.watch.settling import main; main()"
+_EFFECT: Final = "what it had not settled waits for another process"
 _READ_BYTES: Final = 2**20
 
 
@@ -109,7 +110,7 @@ class SettlingProcess(asyncio.Protocol):
         except OSError as error:
             ours.close()
             self._begins_at_s = loop.time() + RESTART_S
-            log.error("rollouts_not_settled", why=str(error), effect="turns wait, within bounds")  # noqa: TRY400
+            log.error("rollout_settling_ended", why=str(error), effect=_EFFECT)  # noqa: TRY400
         else:
             self.number += 1
             self._buffer.clear()
@@ -164,9 +165,9 @@ class SettlingProcess(asyncio.Protocol):
             return
         self._transport = None
         process, self._begins_at_s = self._process, asyncio.get_running_loop().time() + RESTART_S
-        status = None
+        why = ""
         if process is not None:
             process.kill()
-            status = process.wait()
-        log.error("rollout_settling_ended", status=status, effect="what it had not settled goes to another process")
+            why = f"status {process.wait()}"
+        log.error("rollout_settling_ended", why=why, effect=_EFFECT)
         self._ended()
