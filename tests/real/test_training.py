@@ -82,14 +82,15 @@ async def engines(model: Path, folder: Path) -> AsyncIterator[tuple[RealEngine, 
 
 
 async def warm(vllm_url: str, sglang_url: str, model: Path) -> None:
-    """Load the weights once, and answer: what engines compile when they first do that is in neither training's time."""
+    """Load vLLM's weights once, and answer: what engines compile when they first do that is in neither training's time.
+
+    SGLang's are not loaded: it would call its model by their folder, and the proxy would not know its first name.
+    """
     asks = {"messages": [{"role": "user", "content": "w1"}], "max_tokens": 1, "logprobs": True}
     reload = {"method": "reload_weights", "kwargs": {"weights_path": str(model)}}
     async with httpx2.AsyncClient(timeout=600) as client:
         for path, body in (("/pause?mode=wait", {}), ("/collective_rpc", reload), ("/resume", {})):
             (await client.post(f"{vllm_url}{path}", json=body)).raise_for_status()
-        update = {"model_path": str(model), "weight_version": "warm"}
-        (await client.post(f"{sglang_url}/update_weights_from_disk", json=update)).raise_for_status()
         for url in (vllm_url, sglang_url):
             for count in (1, 8, 16):
                 path = f"{url}/v1/chat/completions"
@@ -117,7 +118,8 @@ async def test_grpo_learns_through_the_proxy(
     model = ensure_model(128, 2, word_count=8, max_model_len=MAX_LEN)
     example, direct = ROOT / "docs/examples/training/grpo.py", ROOT / "tests/real/train_directly.py"
     runs: list[dict[str, Any]] = []
-    async with engines(model, tmp_path) as (first, second):
+    recorded = ("--rollouts", "logprobs", "--rollout-keep-s", "7200")
+    async with engines(model, tmp_path) as pair, run_proxy(pair, *recorded) as proxy:
         for seed in range(seeds):
             folder = tmp_path / f"seed-{seed}"
             folder.mkdir()
@@ -125,14 +127,13 @@ async def test_grpo_learns_through_the_proxy(
             for arm in ("through", "direct")[:: -1 if seed % 2 else 1]:  # each is first as often as the other
                 given = (model, folder / f"weights-{arm}", steps, seed)
                 if arm == "direct":
-                    run[arm] = await trained(python, direct, folder / "direct.log", *given, first.url, second.url)
+                    urls = (engine.url for engine in pair)
+                    run[arm] = await trained(python, direct, folder / "direct.log", *given, *urls)
                     continue
                 tapped = (tmp_path / "tap.jsonl").stat().st_size
-                async with run_proxy((first, second), "--rollouts", "logprobs", "--rollout-keep-s", "7200") as proxy:
-                    found = {"THUNDERAGENT_PROXY": proxy.url}
-                    run[arm] = await trained(python, example, folder / "through.log", *given, **found)
-                    async with httpx2.AsyncClient(base_url=proxy.url, timeout=60) as client:
-                        run |= check(await rollouts_of(client), (tmp_path / "tap.jsonl").read_text()[tapped:], steps)
+                run[arm] = await trained(python, example, folder / "through.log", *given, THUNDERAGENT_PROXY=proxy.url)
+                found = await rollouts_of(proxy.url, 64 * steps * seed)
+                run |= check(found, (tmp_path / "tap.jsonl").read_text()[tapped:], steps)
             runs.append(run)
             print(json.dumps(run))
             if out := os.environ.get("TRAINING_RESULT"):
@@ -162,15 +163,15 @@ def check(found: list[dict[str, Any]], tap: str, steps: int) -> dict[str, int]:
     return {"rollouts_count": len(found), "turns_count": turns.total(), "compared_tokens": compared}
 
 
-async def rollouts_of(client: httpx2.AsyncClient) -> list[dict[str, Any]]:
-    """Return all ended rollouts with their turns."""
+async def rollouts_of(url: str, after: int) -> list[dict[str, Any]]:
+    """Return the ended rollouts after one, with their turns."""
     found: list[dict[str, Any]] = []
-    while True:
-        after = found[-1]["seq"] if found else 0
-        answer = await client.get("/rollouts", params={"view": "turns", "after": after})
-        if not (lines := answer.text.splitlines()):
-            return found
-        found += [json.loads(line) for line in lines]
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as client:
+        while True:
+            query = {"view": "turns", "after": found[-1]["seq"] if found else after}
+            if not (lines := (await client.get("/rollouts", params=query)).text.splitlines()):
+                return found
+            found += [json.loads(line) for line in lines]
 
 
 def check_tokens(found: list[dict[str, Any]], tap: str) -> int:
