@@ -1,13 +1,13 @@
 """Measure what recording rollouts costs: the same proxy without and with them, on an engine that answers at once.
 
-The proxies have a core of their own; engine and client are on another. They are measured in turn several times in one
-run, each round in the other direction. The programs are conversations of eight turns with bodies of 2 KB on average:
-each prompt begins with all tokens before it, each answer has 40 tokens, and the last turn ends its program, so what is
-packed at the end is part of the cost. The engine says ids and log probabilities only if it is asked, spelt as vLLM
-spells them. Ratios are of pairs in the same round, with their 95 % intervals.
+The proxies have a core of their own; engine, client and the processes that settle are on another. They are measured in
+turn several times in one run, each round in the other direction. The programs are conversations of eight turns with
+bodies of 2 KB on average: each prompt begins with all tokens before it, each answer has 40 tokens, and the last turn
+ends its program, so what is packed at the end is part of the cost. The engine says ids and log probabilities only if it
+is asked, spelt as vLLM spells them. Ratios are of pairs in the same round, with their 95 % intervals.
 
-What a proxy settles when the load has ended is waited for, and counts as processor time (`settle_us`, part of
-`cpu_us`), but not in turns/s: with rounds that are longer than what may wait lasts (`--seconds 30`) these have it, too.
+`cpu_us` is the processor time of the proxy for a turn, `settle_us` that of the process that settles, which is waited
+for after each round. Whether it keeps up is said by `unsettled_bytes`, which wait for it when a round ends.
 """
 
 from __future__ import annotations
@@ -220,17 +220,25 @@ async def measure(args: argparse.Namespace) -> Json:
             log = logs / f"{name.replace(' ', '-')}.log"
             process = await stack.enter_async_context(target([*command, *words], port, 0, log))
             started[name] = (port, process.pid)
+        settling: dict[str, int] = {}
+        for name, (port, pid) in started.items():
+            first = requests_of(turns, port, -1, stream=False)
+            await drive(port, first, connections_count=4, warmup_s=0.5, measure_s=2.0)
+            for child in children_of(pid):
+                settling[name] = child
+                os.sched_setaffinity(child, {1})
         for number in range(args.rounds):
             for load in ("whole", "stream"):
                 for name in list(started)[:: 1 if number % 2 else -1]:
                     port, pid = started[name]
                     counted = Counted(requests_of(turns, port, number, stream=load == "stream"))
-                    began_s = cpu_s(pid)
+                    child = settling.get(name)
+                    began_s, child_began_s = cpu_s(pid), cpu_s(child) if child else 0.0
                     figures = await drive(port, counted, connections_count=16, warmup_s=0.5, measure_s=args.seconds)
-                    loaded_s = cpu_s(pid)
+                    figures["unsettled_bytes"] = await unsettled_bytes(port)
                     while await unsettled_bytes(port):
                         await asyncio.sleep(0.2)
-                    figures["settle_us"] = (cpu_s(pid) - loaded_s) / counted.count * 1e6
+                    figures["settle_us"] = ((cpu_s(child) if child else 0.0) - child_began_s) / counted.count * 1e6
                     figures["cpu_us"] = (cpu_s(pid) - began_s) / counted.count * 1e6
                     runs.setdefault(f"{name} {load}", []).append(figures)
                     print(f"{name:9} {load:6} " + "  ".join(f"{key} {value:,.2f}" for key, value in figures.items()))
@@ -244,6 +252,12 @@ async def measure(args: argparse.Namespace) -> Json:
         "runs": runs,
         "summary": summary(runs),
     }
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the processes that a process has started."""
+    found = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(each) for words in found for each in words]
 
 
 async def unsettled_bytes(port: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -45,6 +46,7 @@ class KeepingEngine:
 
     def __init__(self, field: str = "cache_salt") -> None:
         self.updates_count = 0
+        self.too_old_count = 0
         self.turns: list[Reuse] = []
         self.held: asyncio.Event | None = None
         self._field = field
@@ -63,6 +65,8 @@ class KeepingEngine:
         words, salt = tuple(text.split()), body.get(self._field)
         known = [self._cache.get((salt, words[:end])) for end in range(1, len(words) + 1)]
         found = [made for made in known if made is not None]
+        if found and min(found) < int(body.get("user", 0)):  # updates that its client knew of when it sent the turn
+            self.too_old_count += 1
         lag_count = self.updates_count - min(found) if found else 0
         self.turns.append(Reuse(salt, len(found), lag_count))
         for end in range(1, len(words) + 1):
@@ -189,7 +193,61 @@ async def test_record_says_the_salt() -> None:
     assert turn["salt"] == engine.turns[0].salt
 
 
+async def updating(proxy: RunningProxy, engine: KeepingEngine, known: list[int]) -> None:
+    """Update weights again and again; `known` has how many updates are through, as clients know."""
+    for _ in range(int(os.environ.get("FENCE_UPDATES", "60"))):
+        await update(proxy)
+        known.append(engine.updates_count)
+        await asyncio.sleep(0)
+
+
+async def test_nothing_older_is_reused_under_load_either() -> None:
+    """Turns come while weights change: one that was sent after an update has nothing of before, in any program."""
+    engine, known, answered = KeepingEngine(), [0], 0
+    async with fake_replica(engine) as replica, running_proxy(replica.url, fence="turn", **VLLM) as proxy:
+        updates = asyncio.create_task(updating(proxy, engine, known))
+
+        async def agent(program_id: str) -> None:
+            nonlocal answered
+            while not updates.done():
+                answer = await ask(proxy, program_id, user=str(known[-1]))
+                assert answer.status == 200, answer.body
+                answered += 1
+
+        await asyncio.gather(updates, *(agent(f"p{number}") for number in range(6)))
+    assert engine.too_old_count == 0
+    assert answered > 30
+    assert sum(turn.cached_tokens for turn in engine.turns) > 0, "it has a cache that it uses"
+    assert max(turn.lag_count for turn in engine.turns) <= 1, "of turns that were under way"
+
+
 # --- staleness
+
+
+@pytest.mark.parametrize("when", ["finish", "abort"])
+async def test_bound_is_kept_under_load(when: str) -> None:
+    """No turn is answered that was sent when more updates were through than its program may outlive."""
+    engine, known, counts = KeepingEngine(), [0], {200: 0, 410: 0}
+    bound: dict[str, Any] = {"fence": "start", "fence_max_lag_count": 2, "fence_when_stale": when, **VLLM}
+    async with fake_replica(engine) as replica, running_proxy(replica.url, **bound) as proxy:
+        updates = asyncio.create_task(updating(proxy, engine, known))
+
+        async def agent(number: int) -> None:
+            while not updates.done():
+                number, first, answer = number + 6, None, None
+                while answer is None or answer.status == 200:
+                    sent = known[-1]
+                    answer = await ask(proxy, f"p{number}")
+                    counts[answer.status] += 1
+                    if answer.status == 200 and first is not None:
+                        assert sent - first <= 2, (first, sent)
+                    first = engine.updates_count if first is None else first
+                    if updates.done():
+                        break
+                await post(proxy.url, "/programs/release", {"program_id": f"p{number}"})
+
+        await asyncio.gather(updates, *(agent(number) for number in range(6)))
+    assert min(counts.values()) > 5, counts
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+import os
+import signal
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.processes import thunderagent
 from tests.integration.support import (
     CHAT,
     DONE,
@@ -30,9 +34,6 @@ from tests.integration.support import (
 from thunderagent.client import rollouts
 from thunderagent.client.errors import ProxyRefusedError
 from thunderagent.proxy.gate.keys import mint_key
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 RECORDS: dict[str, Any] = {"rollouts": "logprobs", "backend_type": "vllm"}
 USER, ASSISTANT = 2001, 2002
@@ -265,6 +266,44 @@ async def test_rollouts_survive_a_restart_on_disk(tmp_path: Path) -> None:
         async with running_proxy(replica.url, rollout_dir=folder, **RECORDS) as proxy:
             assert await rollout(proxy.url, "a") == before
             assert before["turns"][0]["outputs"][0]["ids"] == [100, 101]
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the processes that a process has started."""
+    return [int(each) for path in Path(f"/proc/{pid}/task").glob("*/children") for each in path.read_text().split()]
+
+
+def runs(pid: int) -> bool:
+    """Return whether a process is there, and not only its end to be taken note of."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def test_process_that_settles_may_be_killed_and_ends_with_the_proxy(tmp_path: Path) -> None:
+    """No turn is lost that the proxy has, and nothing is left behind when that is killed."""
+    async with fake_replica(TokenEngine()) as replica:
+        options = ("--port", "0", "--backends", replica.url, "--backend-type", "vllm", "--rollouts", "logprobs")
+        async with thunderagent("serve", *options, log_path=tmp_path / "log") as proxy:
+            pid, pids, messages = proxy.process.pid, set[int](), [said("w1")]
+            for _ in range(3):
+                await until(lambda: len(children_of(pid)) == (1 if pids else 0))
+                answer = await chat(proxy.url, "a", messages)
+                messages += [said(answer.json()["choices"][0]["message"]["content"], "assistant"), said("w3")]
+                await until(lambda: [each for each in children_of(pid) if each not in pids and runs(each)])
+                (child,) = children_of(pid)
+                pids.add(child)
+                os.kill(child, signal.SIGKILL)
+            await until(lambda: [each for each in children_of(pid) if each not in pids and runs(each)])
+            found = await rollout(proxy.url, "a")
+            assert [turn["link"] for turn in found["turns"]] == ["root", "extends", "extends"]
+            assert [turn["outputs"][0]["ids"] for turn in found["turns"]] == [[100, 101], [102, 103], [104, 105]]
+            assert found["complete"]
+            (child,) = children_of(pid)
+            proxy.process.kill()
+            await until(lambda: not runs(child))
+        assert (tmp_path / "log").read_text().count("rollout_settling_ended") == 3
 
 
 async def test_program_that_is_released_with_a_turn_under_way_keeps_it() -> None:

@@ -2,7 +2,7 @@
 
 The engines are told to return their tokens, and here the samples are made of them.
 
-    python train_directly.py MODEL_FOLDER WEIGHTS_FOLDER STEPS URL_OF_VLLM URL_OF_SGLANG
+    python train_directly.py MODEL_FOLDER WEIGHTS_FOLDER STEPS SEED URL_OF_VLLM URL_OF_SGLANG
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def rollout_func(prompts: list[str], trainer: Any) -> Row:
 
 
 if __name__ == "__main__":
-    model, grpo.FOLDER, steps, VLLM, SGLANG = sys.argv[1:]
+    model, grpo.FOLDER, steps, seed, VLLM, SGLANG = sys.argv[1:]
     began = time.monotonic()
-    rewards = grpo.train(model, int(steps), rollout_func)
+    rewards = grpo.train(model, int(steps), int(seed), rollout_func)
     print(json.dumps({"rewards": rewards, "took_s": time.monotonic() - began}))

@@ -23,10 +23,11 @@ bytes, and counting what is new.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
-from thunderagent.rollouts.records import Link
-from thunderagent.rollouts.tokens import common_text
+from thunderagent.rollouts.records import Link, Turn
+from thunderagent.rollouts.tokens import common_text, end_of_tokens, from_planes, text_of_ids, token_ids
 
 MAX_CHAINS_COUNT: Final = 64
 """Of one program; the least recently extended one is forgotten, and what continues it begins anew."""
@@ -118,6 +119,18 @@ class Lineage:
             self._add(_Chain(prompt, [*placed.steps, step]))
         return prompt_tokens
 
+    def beginning(self, seq: int, choice: int, tokens_count: int) -> bytes:
+        """Return the first tokens of a turn's prompt and output, as text."""
+        for at in range(len(self._chains) - 1, -1, -1):
+            chain = self._chains[at]
+            for index in range(len(chain.steps) - 1, -1, -1):
+                step = chain.steps[index]
+                if step.seq == seq and step.choice == choice:
+                    if tokens_count == step.end_tokens:
+                        return chain.text[: step.end]
+                    return chain.text[: end_of_tokens(chain.text, tokens_count)]
+        return b""
+
     def _add(self, chain: _Chain) -> None:
         self._chains.append(chain)
         self.size_bytes += len(chain.text)
@@ -148,6 +161,19 @@ class Lineage:
             if found.parent < 0 or _RANKS[placed.link] > _RANKS[found.link]:
                 found = placed
         return found
+
+
+def lineage_of(turns: Iterable[Turn]) -> Lineage:
+    """Return the chains of a program whose records are these, in their order."""
+    lineage = Lineage()
+    for turn in turns:
+        if not turn.outputs:  # its tokens are not there
+            continue
+        prompt = lineage.beginning(turn.parent, turn.parent_choice, turn.shared_tokens)
+        prompt += text_of_ids(token_ids(from_planes(turn.prompt_new)))
+        texts = [text_of_ids(token_ids(output.tokens)) for output in turn.outputs]
+        lineage.add(turn.seq, lineage.find(prompt, has_answers=True), prompt, texts)
+    return lineage
 
 
 _RANKS: Final[dict[str, int]] = {"drift": 2, "extends": 1, "root": 0, "rewritten": 0, "unknown": 0}

@@ -134,6 +134,76 @@ class Rollout(Struct, kw_only=True, omit_defaults=True):
         return not self.complete or self.verdict in ("infrastructure_failed", "aborted_by_trainer")
 
 
+class SentOutput(Struct, array_like=True):
+    """One choice of an answer as its engine spelt it; see `OutputRead`."""
+
+    number: int
+    listed: bytes
+    told: bytes
+    text: bytes
+    logprobs: list[float]
+    finish: str
+    spans: list[tuple[str, int, int]]
+
+
+class SentTurn(Struct, array_like=True):
+    """A turn on its way to the process that settles; see `Captured`."""
+
+    turn: Turn
+    has_answers: bool | None
+    asks_logprobs: bool = False
+    continues: bool = False
+    has_captured: bool = False
+    prompt: bytes | None = None
+    prompt_listed: bytes = b""
+    is_unreadable: bool = False
+    outputs: list[SentOutput] = []
+
+
+class Batch(Struct, array_like=True):
+    """The next turns of one program; if it is new to the process, with all earlier records."""
+
+    number: int
+    """Of the program, for this process."""
+    first_seq: int
+    turns_count: int
+    """Further ones are recorded without tokens."""
+    is_full: bool
+    """Whether there is no memory for tokens."""
+    is_last: bool
+    """Whether there will be no further turn."""
+    is_new: bool
+    blocks: list[bytes]
+    frames: list[bytes]
+    turns: list[SentTurn]
+
+
+class Settled(Struct, array_like=True):
+    """What became of a turn that was sent."""
+
+    link: Link = "unknown"
+    missing: Missing = ""
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    frame: bytes = b""
+    """Its record; empty if it has none any more."""
+    error: str = ""
+    """Why it has no record."""
+
+
+class SettledBatch(Struct, array_like=True):
+    """What became of the turns of a batch, and what the process keeps of its program."""
+
+    number: int
+    settled: list[Settled]
+    lineage_bytes: int
+
+
+encode_batch: Final = msgspec.msgpack.Encoder().encode
+decode_batch: Final = msgspec.msgpack.Decoder(Batch).decode
+encode_settled: Final = msgspec.msgpack.Encoder().encode
+decode_settled: Final = msgspec.msgpack.Decoder(SettledBatch).decode
+
 _encode_turn: Final = msgspec.msgpack.Encoder().encode
 _decode_turn: Final = msgspec.msgpack.Decoder(Turn).decode
 _encode_rollout: Final = msgspec.msgpack.Encoder().encode

@@ -10,8 +10,9 @@ A program's rollout ends with the last of its turns: one that is still under way
 A turn is *taken* at its end, which costs almost nothing, and *settled* later: its tokens are decoded, compared with
 earlier ones, and packed. Its program's turns are settled together, in their order, before anything of them is read.
 
-The table knows no clock and no thread. Its owner settles when there is time, or what is taken is too much. `to_pack`
-returns work that its owner does wherever it wants, and reports.
+The table knows no clock, no thread and no process. Its owner has turns settled here, or by a process that keeps the
+chains of the programs that it is sent. Nothing is there that is not here, too: if it dies, another gets the records.
+`to_pack` returns work that its owner does wherever it wants, and reports.
 """
 
 # compiled: each recorded turn passes here
@@ -25,19 +26,16 @@ from msgspec.structs import replace
 
 from thunderagent.programs.messages import TURN_VERDICTS, TurnVerdict
 from thunderagent.programs.state.program import ProgramVerdict
-from thunderagent.rollouts.lineage import Lineage
-from thunderagent.rollouts.records import Output, Rollout, Turn, frame_of
+from thunderagent.rollouts.lineage import Lineage, lineage_of
+from thunderagent.rollouts.records import Batch, Output, Rollout, SettledBatch, Turn, frame_of, turns_in
 from thunderagent.rollouts.segments import Stored
 from thunderagent.rollouts.tokens import UNREADABLE, in_planes, packed_text
 
 PACKED_FROM_BYTES: Final = 128 * 1024
 """So many bytes of a program's records are packed, unless they go to disk: there all are."""
 
-MOST_TAKEN_BYTES: Final = 64 * 2**20
-"""Of all turns that are not yet settled; or a quarter of the memory for rollouts, if that is less."""
-
-TAKEN_OF_ONE_BYTES: Final = 2**20
-"""The same of one program."""
+TAKEN_RATIO: Final = 0.25
+"""The part of the memory for rollouts that turns may take which are not yet settled."""
 
 ENTRY_BYTES: Final = 2048
 """What an entry without turns is taken to need."""
@@ -68,12 +66,17 @@ class Entry:
     __slots__ = (
         "blocks",
         "changes_first",
+        "deaths_count",
         "ending",
         "frames",
         "frames_bytes",
         "lineage",
+        "lineage_bytes",
         "lost_count",
+        "number",
         "rollout",
+        "sent",
+        "settled_by",
         "settled_prompt",
         "size_bytes",
         "stored",
@@ -89,6 +92,17 @@ class Entry:
         """Begin without turns."""
         self.rollout = rollout
         self.lineage: Lineage | None = Lineage()
+        """Its chains, if they are here; see `settled_by`."""
+        self.settled_by = 0
+        """The process that knows its chains, by the count of processes; 0 if they are here."""
+        self.number = 0
+        """What that process knows it by."""
+        self.lineage_bytes = 0
+        """What it has of its chains."""
+        self.sent: list[Any] = []
+        """Turns that it settles now. They are among those that wait until it has answered."""
+        self.deaths_count = 0
+        """How many processes died of its turns, so it seems."""
         self.blocks: list[bytes] = []
         self.frames: list[bytes] = []
         self.frames_bytes = 0
@@ -105,7 +119,7 @@ class Entry:
         self.lost_count = 0
         """Turns that will have no record."""
         self.taken: list[Any] = []
-        """Turns that have ended, and are not yet settled. Each has `turn`, `has_answers`, and `answered(entry)`."""
+        """Turns that have ended, and are not yet settled nor sent; see `Taken`."""
         self.taken_bytes = 0
         self.taken_count = 0
         """Turns that were ever taken."""
@@ -125,7 +139,31 @@ class Entry:
         blocks_bytes = 0
         for block in self.blocks:
             blocks_bytes += len(block)
+        lineage_bytes += self.lineage_bytes
         return ENTRY_BYTES + self.frames_bytes + blocks_bytes + lineage_bytes + self.taken_bytes
+
+
+def place(lineage: Lineage | None, turn: Turn, answered: Answered, *, has_answers: bool | None, is_over: bool) -> int:
+    """Put a turn with its tokens into its program's chains; return how many were generated. Without room: none."""
+    if is_over and not turn.missing:
+        turn.missing = "too_large"
+    prompt = answered.prompt
+    if prompt is None or lineage is None or is_over:
+        return 0
+    placed = lineage.find(prompt, has_answers=has_answers)
+    try:
+        turn.prompt_new = in_planes(packed_text(prompt[placed.shared :]))
+    except UNREADABLE:
+        turn.missing = turn.missing or "unreadable"
+        return 0
+    turn.link, turn.parent, turn.parent_choice = placed.link, placed.parent, placed.parent_choice
+    turn.shared_tokens = placed.shared_tokens
+    turn.prompt_tokens = lineage.add(turn.seq, placed, prompt, answered.texts)
+    turn.outputs = answered.outputs
+    output_tokens = 0
+    for output in answered.outputs:
+        output_tokens += len(output.ids) // 4
+    return output_tokens
 
 
 class Table:
@@ -136,7 +174,7 @@ class Table:
         self._memory_bytes = memory_bytes
         self._keep_s = keep_s
         self._turns_count = turns_count
-        self.most_taken_bytes = min(MOST_TAKEN_BYTES, memory_bytes // 4)
+        self.most_taken_bytes = int(TAKEN_RATIO * memory_bytes)
         self._live: dict[str, Entry] = {}
         self._ended: dict[int, Entry] = {}
         """By their number, the oldest first."""
@@ -148,7 +186,9 @@ class Table:
         self.unsettled: dict[int, Entry] = {}
         """Entries with turns that are not yet settled, by identity; that which waits longest first."""
         self.taken_bytes = 0
-        """What such turns take in memory, beyond which they are settled at once."""
+        """What such turns take in memory."""
+        self.gone: list[Entry] = []
+        """Those that ended, until the owner has told the process that knows their chains."""
         self.links: dict[str, int] = {}
         self.incomplete_count = 0
         """Turns without tokens so far."""
@@ -176,45 +216,115 @@ class Table:
             self.size_bytes += entry.size_bytes
         return entry
 
-    def take(self, entry: Entry, taken: Any, size_bytes: int) -> bool:
+    @property
+    def is_behind(self) -> bool:
+        """Whether so much waits to be settled that further turns are recorded without their tokens."""
+        return self.taken_bytes >= self.most_taken_bytes
+
+    def take(self, entry: Entry, taken: Any) -> bool:
         """Take a turn that has ended; return whether its owner has something to do."""
         if entry.rollout.ended:  # another generation took its place
-            if not entry.taken:
-                entry.taken_prompt = b""
             return False
+        taken.shorten(entry)
+        size_bytes: int = taken.size_bytes
         is_first = not self.unsettled
         entry.taken.append(taken)
         entry.taken_count += 1
-        entry.taken_bytes += size_bytes
-        entry.size_bytes += size_bytes
-        self.size_bytes += size_bytes
-        self.taken_bytes += size_bytes
-        self.unsettled[id(entry)] = entry
+        self._wait(entry, size_bytes)
         if entry.ending is not None and not entry.is_under_way:
             self._end(entry, *entry.ending)
             return True
-        return is_first or entry.taken_bytes > TAKEN_OF_ONE_BYTES or self.taken_bytes > self.most_taken_bytes
+        return is_first
 
-    def settle(self, entry: Entry) -> list[Exception]:
-        """Settle the turns of a rollout; return what went wrong: such turns have no record."""
+    def settle(self, entry: Entry) -> list[str]:
+        """Settle the turns of a rollout here; return what went wrong: such turns have no record."""
         taken = entry.taken
-        failed: list[Exception] = []
-        if not taken:
+        failed: list[str] = []
+        if not taken or entry.sent:
             return failed
-        self.unsettled.pop(id(entry), None)
-        self.taken_bytes -= entry.taken_bytes
-        self.size_bytes -= entry.taken_bytes
-        entry.size_bytes -= entry.taken_bytes
-        entry.taken, entry.taken_bytes, entry.taken_prompt = [], 0, b""
+        if entry.settled_by:
+            entry.settled_by, entry.lineage_bytes = 0, 0
+            entry.lineage = lineage_of(turns_in(entry.blocks, entry.frames))
+        self._give_back(entry)
+        entry.taken, entry.taken_prompt = [], b""
         for each in taken:
             try:
                 self._record(entry, each.turn, each.answered(entry), has_answers=each.has_answers)
             except Exception as error:
                 entry.rollout.complete = False
-                failed.append(error)
+                failed.append(repr(error))
         entry.settled_prompt = b""
         self._after(entry)
         return failed
+
+    def _give_back(self, entry: Entry) -> None:
+        """Note that no turn of a rollout waits any more."""
+        self.unsettled.pop(id(entry), None)
+        self.taken_bytes -= entry.taken_bytes
+        self.size_bytes -= entry.taken_bytes
+        entry.size_bytes -= entry.taken_bytes
+        entry.taken_bytes = 0
+
+    # --- settled by another process
+
+    def send(self, entry: Entry, process: int) -> Batch:
+        """Return all turns of a rollout that wait, as they are sent to a process; none are at one now."""
+        assert not entry.sent
+        rollout, is_new = entry.rollout, entry.settled_by != process
+        batch = Batch(
+            entry.number,
+            rollout.turns_count,
+            self._turns_count,
+            self.size_bytes - self.taken_bytes >= self._memory_bytes,
+            rollout.ended,
+            is_new,
+            entry.blocks if is_new else [],
+            entry.frames if is_new else [],
+            [each.sent() for each in entry.taken],
+        )
+        entry.settled_by, entry.lineage = process, None
+        entry.sent, entry.taken, entry.taken_prompt = entry.taken, [], b""
+        return batch
+
+    def settled(self, entry: Entry, batch: SettledBatch) -> list[str]:
+        """Note what became of turns that were sent; return what went wrong: such turns have no record."""
+        sent, entry.sent, entry.deaths_count = entry.sent, [], 0
+        failed: list[str] = []
+        self._give_back(entry)
+        for each in entry.taken:
+            self._wait(entry, each.size_bytes)
+        for taken, found in zip(sent, batch.settled, strict=True):
+            if found.error:
+                entry.rollout.complete = False
+                failed.append(found.error)
+                continue
+            turn: Turn = taken.turn
+            turn.seq = entry.rollout.turns_count
+            turn.link, turn.missing, turn.prompt_tokens = found.link, found.missing, found.prompt_tokens
+            self._note(entry, turn, found.frame, found.output_tokens)
+        entry.lineage_bytes = batch.lineage_bytes
+        self._after(entry)
+        return failed
+
+    def _wait(self, entry: Entry, size_bytes: int) -> None:
+        entry.taken_bytes += size_bytes
+        entry.size_bytes += size_bytes
+        self.size_bytes += size_bytes
+        self.taken_bytes += size_bytes
+        self.unsettled[id(entry)] = entry
+
+    def died(self, entry: Entry) -> None:
+        """Note that the process died that knew a rollout's chains: what it was sent waits again."""
+        entry.taken, entry.sent, entry.taken_prompt = entry.sent + entry.taken, [], b""
+
+    def give_up(self, entry: Entry) -> int:
+        """Note that the turns of a rollout which wait will have no record; return how many."""
+        count = len(entry.taken)
+        entry.taken, entry.taken_prompt = [], b""
+        entry.rollout.complete = False
+        self._give_back(entry)
+        self._after(entry)
+        return count
 
     def record(self, entry: Entry, turn: Turn, answered: Answered, *, has_answers: bool | None) -> None:
         """Add a turn that has ended, and is settled."""
@@ -225,15 +335,14 @@ class Table:
         self._after(entry)
 
     def _record(self, entry: Entry, turn: Turn, answered: Answered, *, has_answers: bool | None) -> None:
-        rollout = entry.rollout
-        turn.seq = seq = rollout.turns_count
+        turn.seq = seq = entry.rollout.turns_count
         is_over = seq >= self._turns_count or self.size_bytes - self.taken_bytes >= self._memory_bytes
-        if is_over and not turn.missing:
-            turn.missing = "too_large"
-        if answered.prompt is not None and entry.lineage is not None and not is_over:
-            self._place(entry.lineage, turn, answered, has_answers=has_answers)
-            for output in turn.outputs:
-                rollout.output_tokens += len(output.ids) // 4
+        output_tokens = place(entry.lineage, turn, answered, has_answers=has_answers, is_over=is_over)
+        self._note(entry, turn, frame_of(turn) if seq < 2 * self._turns_count else b"", output_tokens)
+
+    def _note(self, entry: Entry, turn: Turn, frame: bytes, output_tokens: int) -> None:
+        """Add a turn with its record, if it has one."""
+        rollout = entry.rollout
         link: str = turn.link
         self.links[link] = self.links.get(link, 0) + 1
         links: dict[str, int] = rollout.links
@@ -241,8 +350,9 @@ class Table:
         if turn.tries_count and turn.missing and turn.kept and turn.verdict != "agent_error":
             rollout.complete = False
             self.incomplete_count += 1
-        rollout.turns_count = seq + 1
+        rollout.turns_count += 1
         rollout.prompt_tokens += turn.prompt_tokens
+        rollout.output_tokens += output_tokens
         rollout.held_s += turn.held_s
         if turn.tries_count:
             self._note_weights(entry, turn)
@@ -250,26 +360,11 @@ class Table:
             verdict = TURN_VERDICTS.get(turn.verdict, TurnVerdict.OK)
             entry.verdict.ended(verdict, turn.cause, turn.replica_id, turn.branch_id, turn.prompt_tokens)
             rollout.verdict, rollout.cause = entry.verdict.verdict.value, entry.verdict.cause
-        if seq < 2 * self._turns_count:
-            frame = frame_of(turn)
+        if frame:
             entry.frames.append(frame)
             entry.frames_bytes += len(frame)
         if turn.missing and turn.kept:
             self.unsaid.append(turn)
-
-    def _place(self, lineage: Lineage, turn: Turn, answered: Answered, *, has_answers: bool | None) -> None:
-        prompt = answered.prompt
-        assert prompt is not None
-        placed = lineage.find(prompt, has_answers=has_answers)
-        try:
-            turn.prompt_new = in_planes(packed_text(prompt[placed.shared :]))
-        except UNREADABLE:
-            turn.missing = turn.missing or "unreadable"
-            return
-        turn.link, turn.parent, turn.parent_choice = placed.link, placed.parent, placed.parent_choice
-        turn.shared_tokens = placed.shared_tokens
-        turn.prompt_tokens = lineage.add(turn.seq, placed, prompt, answered.texts)
-        turn.outputs = answered.outputs
 
     def _note_weights(self, entry: Entry, turn: Turn) -> None:
         rollout = entry.rollout
@@ -291,8 +386,8 @@ class Table:
         """Measure a rollout after a turn, and end it if that was the last one of a program that has ended."""
         if entry.ending is not None and not entry.rollout.ended and not entry.is_under_way:
             self._end(entry, *entry.ending)
-        elif entry.rollout.ended:
-            entry.lineage = None
+        elif entry.rollout.ended and not entry.taken:
+            entry.lineage, entry.lineage_bytes = None, 0
         self._measure(entry)
         self._make_room()
 
@@ -317,8 +412,10 @@ class Table:
         rollout.seq, rollout.ended, rollout.outcome, rollout.ended_at = self._ended_count, True, outcome, now_at
         if rollout.granted_count > entry.taken_count:
             rollout.complete = False
-        if not entry.taken:
-            entry.lineage = None
+        if not entry.taken and not entry.sent:
+            entry.lineage, entry.lineage_bytes = None, 0
+        if entry.settled_by:
+            self.gone.append(entry)
         self._keep(entry)
         self._expire(now_at)
         self._make_room()
@@ -367,12 +464,12 @@ class Table:
         if entry is None:
             return
         program_id = entry.rollout.program_id
-        self.unsettled.pop(id(entry), None)
-        self.taken_bytes -= entry.taken_bytes
-        self.size_bytes -= entry.size_bytes
-        if entry.taken:  # whoever reads it now does not get them
+        if entry.taken or entry.sent:  # whoever reads it now does not get them
             entry.rollout.complete = False
-        entry.taken, entry.taken_bytes, entry.taken_prompt = [], 0, b""
+            self.gone.append(entry)
+        self._give_back(entry)
+        self.size_bytes -= entry.size_bytes
+        entry.taken, entry.sent, entry.taken_prompt = [], [], b""
         self.dropped_count += 1
         if self._last.get(program_id) == seq:
             del self._last[program_id]

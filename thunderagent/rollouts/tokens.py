@@ -60,6 +60,14 @@ def common_text(one: bytes, other: bytes) -> int:
     return one.rfind(b",", 0, low) + 1
 
 
+def end_of_tokens(text: bytes, count: int) -> int:
+    """Return how many bytes the first `count` tokens of a text take."""
+    end = 0
+    for _ in range(count):
+        end = text.index(b",", end) + 1
+    return end
+
+
 def token_bytes(ids: Iterable[int]) -> bytes:
     """Return token ids as bytes. Raises `OverflowError` for one that does not fit, `TypeError` for no integer."""
     values = array("i", ids)

@@ -3,7 +3,7 @@
 Each turn a tool says a word, and the agent has to say the same word. The reward is the part of words that are right.
 
     thunderagent serve --backends http://localhost:8000,http://localhost:8001 --rollouts logprobs
-    python grpo.py MODEL_FOLDER WEIGHTS_FOLDER STEPS
+    python grpo.py MODEL_FOLDER WEIGHTS_FOLDER STEPS [SEED]
 """
 
 import json
@@ -46,10 +46,15 @@ def converse(url, name, words):
 
 
 def run(program_id, name, words):
-    """Run the agent as a program; return its rollout and its reward."""
+    """Run the agent as a program; return its reward."""
     with program(program_id, proxy=PROXY) as p:
-        reward = converse(f"{p.base_url}/chat/completions", name, words)
-    return rollouts.rollout(program_id, proxy=PROXY, wait_s=30), reward
+        return converse(f"{p.base_url}/chat/completions", name, words)
+
+
+def ended(after):
+    """Return the rollouts that have ended after one, by program, and the number of the last."""
+    found = list(rollouts.ended(proxy=PROXY, after=after))
+    return {each["program_id"]: each for each in found}, max((each["seq"] for each in found), default=after)
 
 
 def load(folder, version):
@@ -71,11 +76,13 @@ def rollout_func(prompts, trainer):
     step = trainer.state.global_step
     trainer.save_model(f"{FOLDER}/step-{step}")
     load(f"{FOLDER}/step-{step}", str(step))
+    ids = [f"step-{step}-{number}" for number in range(len(prompts))]
     with ThreadPoolExecutor(AT_A_TIME) as pool:
-        ids = [f"step-{step}-{number}" for number in range(len(prompts))]
-        done = list(pool.map(run, ids, [MODEL_NAME] * len(ids), [prompt.split() for prompt in prompts]))
-    assert not any(found["mask_sample"] for found, _ in done)  # no failure is trained on as a reward of 0
-    return {**rollouts.for_trl(found for found, _ in done), "reward": [reward for _, reward in done]}
+        rewards = list(pool.map(run, ids, [MODEL_NAME] * len(ids), [prompt.split() for prompt in prompts]))
+    global LAST
+    found, LAST = ended(LAST)
+    assert not any(found[each]["mask_sample"] for each in ids)  # no failure is trained on as a reward of 0
+    return {**rollouts.for_trl(found[each] for each in ids), "reward": rewards}
 
 
 def rewarded(completions, reward, **_):
@@ -83,9 +90,9 @@ def rewarded(completions, reward, **_):
     return reward
 
 
-def train(model, steps, rollout_func):
-    """Train, and return the mean reward of each step and when it ended."""
-    draw = random.Random(0)
+def train(model, steps, seed, rollout_func):
+    """Train, and return the mean reward of each step."""
+    draw = random.Random(seed)
     prompts = [" ".join(draw.choices(WORDS, k=TURNS)) for _ in range(PROMPTS * steps)]
     settings = GRPOConfig(
         output_dir=FOLDER,
@@ -101,7 +108,7 @@ def train(model, steps, rollout_func):
         report_to="none",
         use_cpu=True,
         bf16=False,
-        seed=0,
+        seed=seed,
     )
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.pad_token = tokenizer.eos_token
@@ -118,8 +125,9 @@ def train(model, steps, rollout_func):
 
 
 if __name__ == "__main__":
-    MODEL, FOLDER, STEPS = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    MODEL, FOLDER, STEPS, SEED = sys.argv[1], sys.argv[2], int(sys.argv[3]), int((*sys.argv, 0)[4])
     MODEL_NAME = http.get("/v1/models").json()["data"][0]["id"]
+    LAST = ended(0)[1]  # what earlier runs left
     began = time.monotonic()
-    rewards = train(MODEL, STEPS, rollout_func)
+    rewards = train(MODEL, STEPS, SEED, rollout_func)
     print(json.dumps({"rewards": rewards, "took_s": time.monotonic() - began}))

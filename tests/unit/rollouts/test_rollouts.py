@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from typing import TYPE_CHECKING
 
@@ -468,6 +469,44 @@ def test_oldest_file_is_deleted_when_disk_is_short(tmp_path: Path) -> None:
     assert last.stored is not None
     assert len(list(turns_in(segments.read(last.stored)))) == 1
     segments.close()
+
+
+def test_day_of_turns_fits_on_one_disk_in_bounded_memory(tmp_path: Path) -> None:
+    """DAY_TURNS of them, a million in the nightly run, in programs of 20 turns, side by side, kept for an hour."""
+    turns_count = int(os.environ.get("DAY_TURNS", "8000"))
+    memory_bytes, disk_bytes, at_a_time = 4 * 2**20, 64 * 2**20, 40
+    to = Table(memory_bytes=memory_bytes, keep_s=3600.0, turns_count=1000)
+    segments, draw = Segments(tmp_path / "r", disk_bytes, segment_bytes=4 * 2**20), random.Random(0)
+    most_bytes = tokens_count = written_bytes = 0
+    for first in range(0, turns_count // 20, at_a_time):
+        prompts = [[draw.randrange(150_000) for _ in range(60)] for _ in range(at_a_time)]
+        for _ in range(20):
+            for number, prompt in enumerate(prompts):
+                output = [draw.randrange(150_000) for _ in range(40)]
+                add(to, prompt, output, of=rollout(f"p{first + number}"))
+                prompts[number] = prompt + output + [draw.randrange(150_000) for _ in range(20)]
+        most_bytes = max(most_bytes, to.size_bytes)
+        for number in range(at_a_time):
+            entry = to.ended(f"p{first + number}", 1, "", 86400.0 * 20 * (first + number) / turns_count)
+            assert entry is not None
+            assert entry.rollout.complete
+            stored, deleted = segments.append(entry.rollout, [block_of(entry.frames)])
+            written_bytes += stored.size_bytes
+            tokens_count += entry.rollout.output_tokens
+            to.stored(entry, stored)
+            for segment in deleted:
+                to.drop_segment(segment)
+        segments.delete_except(to.segments)
+        assert segments.size_bytes <= disk_bytes
+        assert to.size_bytes <= memory_bytes
+    assert most_bytes <= memory_bytes
+    assert to.ended_count >= turns_count // 20 // 25, "those of the last hour are there"
+    last = to.find(f"p{turns_count // 20 - 1}")
+    assert last is not None
+    assert last.stored is not None
+    assert [len(each.outputs[0].tokens) for each in turns_in(segments.read(last.stored))] == [160] * 20
+    segments.close()
+    print(f"{written_bytes / turns_count:,.0f} bytes a turn, at most {most_bytes:,} in memory")
 
 
 def test_files_without_anything_kept_are_deleted(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ class RolloutHandlers:
 async def _read(rollouts: Rollouts, entry: Entry, view: View) -> bytes | None:
     """Return a rollout as JSON; None if it was deleted meanwhile, or cannot be read."""
     turns: list[Turn] = []
-    rollouts.settle(entry)
+    await rollouts.settled(entry)
     if view != "summary":
         try:
             turns = await rollouts.turns(entry)

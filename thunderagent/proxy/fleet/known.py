@@ -64,6 +64,8 @@ class KnownReplica:
     """The last reading that tells which process answered."""
     asked_s: float = 0.0
     """When it was asked for its last reading."""
+    first_models: tuple[str, ...] = ()
+    """What its process listed first; empty until it has listed any."""
     incarnation: int = 0
     """The last one that was heard of."""
     is_lost: bool = False

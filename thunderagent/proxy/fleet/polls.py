@@ -53,7 +53,8 @@ class Polls:
         reading = plugins.without_pins(replica_id, reading)
         if reading.models is not None:
             refuses_others, asked_s = known.endpoint.backend.refuses_models, self._runtime.now_s() - reading.age_s
-            self._runtime.served.listed(replica_id, reading.models, refuses_others=refuses_others, asked_s=asked_s)
+            models = reading.models if refuses_others else _also_by_first_name(known, reading, reading.models)
+            self._runtime.served.listed(replica_id, models, refuses_others=refuses_others, asked_s=asked_s)
         before, known.reading = known.reading, reading
         self._may_have_restarted(replica_id, known, reading)
         if reading.uncached_ranks_count and not before.uncached_ranks_count:
@@ -170,3 +171,14 @@ class Polls:
         else:
             self._runtime.replica_down(replica_id, ReplicaState.SILENT if is_silent else ReplicaState.DOWN, why)
         self._runtime.served.replica_heard(replica_id)
+
+
+def _also_by_first_name(known: KnownReplica, reading: ReplicaReading, models: tuple[str, ...]) -> tuple[str, ...]:
+    """Return what a replica that takes any name serves: what it lists, and what its process listed first.
+
+    SGLang calls its model by the folder of its last weights, and agents go on with the name that it had.
+    """
+    if not known.is_up or has_restarted(known.process, reading):
+        known.first_models = ()
+    known.first_models = known.first_models or models
+    return tuple(dict.fromkeys((*known.first_models, *models)))

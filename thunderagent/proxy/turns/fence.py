@@ -241,7 +241,12 @@ class Fence:
             if allowed is None or wanted is not None:
                 lease = await ask(wanted, again=again)
                 again = True
-                if self._takes(record, lease.granted, staleness):
+                try:
+                    takes = self._takes(record, lease.granted, staleness)
+                except ProgramStaleError:  # the weights changed meanwhile
+                    lease.refused()
+                    raise
+                if takes:
                     record.held_s += waited_s
                     return lease
                 waited_s += lease.granted.held_s

@@ -15,63 +15,19 @@ from multidict import CIMultiDict
 
 from thunderagent.leases import Lease
 from thunderagent.proxy.fleet.replicas import Replicas
-from thunderagent.proxy.reading.capture import Capture, Captured, OutputRead, ask
+from thunderagent.proxy.reading.capture import Capture, Captured, ask
+from thunderagent.proxy.reading.taken import Taken
 from thunderagent.proxy.turns.record import Record
 from thunderagent.proxy.watch.rollouts import Rollouts
 from thunderagent.proxy.wire.headers import REQUEST_ID
-from thunderagent.rollouts.records import Missing, Output, Rollout, Span, Turn
-from thunderagent.rollouts.table import NOTHING, Answered, Entry
-from thunderagent.rollouts.tokens import UNREADABLE, in_planes, logprob_bytes, packed_text
+from thunderagent.rollouts.records import Rollout, Turn
+from thunderagent.rollouts.table import Entry
 
 log = structlog.get_logger("thunderagent.rollouts")
 
 _ASKED_IDS: Final = "X-Sglext-Return-Output-Ids"
 _ROLE_MARK: Final = b'"assistant"'
 _WITH_MESSAGES: Final = frozenset({"/v1/chat/completions", "/v1/messages", "/v1/responses"})
-
-
-TAKEN_BYTES: Final = 1500
-"""What a turn that is not yet settled is taken to need, beside its tokens."""
-
-
-class Taken:
-    """A turn that has ended, with what its engine said, not yet decoded."""
-
-    __slots__ = ("_captured", "_continues", "_logprobs", "has_answers", "turn")
-
-    def __init__(
-        self, entry: Entry, turn: Turn, captured: Captured | None, *, has_answers: bool | None, logprobs: bool
-    ) -> None:
-        """Keep it. Of a prompt that begins as the one before in `entry` only the rest is kept."""
-        self.turn = turn
-        self.has_answers = has_answers
-        self._captured = captured
-        self._logprobs = logprobs
-        self._continues = False
-        if captured is not None and captured.prompt_listed:
-            listed, before = captured.prompt_listed, entry.taken_prompt
-            if before and listed.startswith(before):
-                captured.prompt_listed = listed[len(before) :]
-                self._continues = True
-            entry.taken_prompt = listed[:-1]
-
-    @property
-    def size_bytes(self) -> int:
-        """What it takes in memory; its prompt is there twice, once to compare the next one with."""
-        captured = self._captured
-        return TAKEN_BYTES + (0 if captured is None else captured.size_bytes + 2 * len(captured.prompt_listed))
-
-    def answered(self, entry: Entry) -> Answered:
-        """Return what was said, and note on the turn what is missing. Turns of `entry` are read in their order."""
-        captured = self._captured
-        if captured is None:
-            return NOTHING
-        if captured.prompt_listed:
-            if self._continues:
-                captured.prompt_listed = entry.settled_prompt + captured.prompt_listed
-            entry.settled_prompt = captured.prompt_listed[:-1]
-        answered, self.turn.missing = _answered(captured.read(), asks_logprobs=self._logprobs)
-        return answered
 
 
 class Recording:
@@ -215,8 +171,11 @@ class Recording:
         has_answers = request.body.rfind(_ROLE_MARK) >= 0 if path in _WITH_MESSAGES else None
         if record.generation and record.generation != entry.rollout.generation:
             entry = self._moved(entry, record)
-        taken = Taken(entry, turn, captured, has_answers=has_answers, logprobs=self._logprobs)
-        if self._rollouts.table.take(entry, taken, taken.size_bytes):
+        table = self._rollouts.table
+        if captured is not None and table.is_behind:
+            captured, turn.missing = None, "too_large"
+        taken = Taken(turn, captured, has_answers=has_answers, logprobs=self._logprobs)
+        if table.take(entry, taken):
             self._rollouts.attend(entry)
 
     def _moved(self, entry: Entry, record: Record) -> Entry:
@@ -229,30 +188,3 @@ class Recording:
 
 def _rounded(seconds: float) -> float:
     return int(seconds * 1e4 + 0.5) / 1e4  # round() goes by a text
-
-
-def _answered(captured: Captured, *, asks_logprobs: bool) -> tuple[Answered, Missing]:
-    """Return what was read, packed, and what is missing of it."""
-    if captured.prompt is None or not captured.outputs:
-        return NOTHING, "unreadable" if captured.is_unreadable else "no_ids"
-    missing: Missing = "unreadable" if captured.is_unreadable else ""
-    answered = Answered(captured.prompt)
-    outputs = captured.outputs
-    for index in sorted(outputs) if len(outputs) > 1 else outputs:
-        read = outputs[index]
-        try:
-            tokens = packed_text(read.text)
-        except UNREADABLE:
-            return NOTHING, "unreadable"
-        has_logprobs = 4 * len(read.logprobs) == len(tokens)
-        if asks_logprobs and not has_logprobs:
-            missing = missing or "no_logprobs"
-        answered.texts.append(read.text)
-        answered.outputs.append(_output(read, tokens, has_logprobs=has_logprobs))
-    return answered, missing
-
-
-def _output(read: OutputRead, tokens: bytes, *, has_logprobs: bool) -> Output:
-    logprobs = in_planes(logprob_bytes(read.logprobs)) if has_logprobs else b""
-    spans = [Span(version, start, end) for version, start, end in read.spans]
-    return Output(in_planes(tokens), logprobs, read.finish, spans)

@@ -1,20 +1,23 @@
-"""The rollouts of this process: their table, the thread that packs and writes them, and the end of programs.
+"""The rollouts of this process: their table, who settles, packs and writes them, and the end of programs.
 
-A turn is in the table before its task ends, but not yet settled (`rollouts/table.py`). That is done while the loop has
-little else to do, in slices; at once if more than `most_taken_bytes` wait, so that turns are slower then; and whenever
-a rollout is read. Packing and writing are done on one thread, one thing after the other; what it cannot do (a full
-disk) leaves the records in memory, where they count, and is logged.
+A turn is in the table before its task ends, but not yet settled (`rollouts/table.py`). All that wait are sent to a
+process of their own each `SEND_S` (`settling.py`), those of a program together, and at once if somebody reads its
+rollout. If the process dies, another one gets them again. If more wait than the table allows, turns are recorded
+without their tokens.
+
+Packing and writing are done on one thread, one thing after the other; what it cannot do (a full disk) leaves the
+records in memory, where they count, and is logged.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from time import monotonic, thread_time, time
+from time import time
 from typing import NamedTuple, Protocol
 
 import structlog
@@ -23,25 +26,20 @@ from prometheus_client.registry import Collector
 
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.messages import Decision, Event, ProgramReleased, Release
-from thunderagent.rollouts.records import Turn, block_of, turns_in
+from thunderagent.proxy.watch.settling import SettlingProcess
+from thunderagent.rollouts.records import Batch, SettledBatch, Turn, block_of, turns_in
 from thunderagent.rollouts.segments import Segments, Stored
-from thunderagent.rollouts.table import PACKED_FROM_BYTES, TAKEN_OF_ONE_BYTES, Entry, Table
+from thunderagent.rollouts.table import PACKED_FROM_BYTES, Entry, Table
 
 log = structlog.get_logger("thunderagent.rollouts")
 
 MAX_WARNINGS_COUNT = 1000
 """Replicas and APIs of which a warning is logged."""
 
-LOOKS_S = 0.05
-"""How often is looked whether the loop has time to settle turns."""
-SLICE_S = 0.002
-"""How long turns are settled at a time, while others may wait."""
-BUSY_RATIO = 0.5
-"""A thread that works for more of its time has none to settle."""
-LATE_S = 0.01
-"""Nor has one that comes later than this to what it wanted to do."""
-BUSY_LOOKS_COUNT = 40
-"""After so many looks at which there was no time a slice is settled at each, so that nothing waits for ever."""
+SEND_S = 0.1
+"""How often turns that have ended are sent to be settled."""
+MAX_DEATHS_COUNT = 3
+"""If so many processes in a row die of the same turns, these have no records."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +82,14 @@ class Rollouts:
         self._wanted: dict[int, Entry] = {}
         """Rollouts to pack, once the thread has done what it does."""
         self._works = False
-        self._looks = False
-        self._look_at_s = self._looked_s = self._worked_s = 0.0
-        self._busy_count = 0
-        """Looks in a row at which there was no time."""
+        self._is_closed = False
+        self._settling = SettlingProcess(self._settled, self._settling_ended)
+        self._sends = False
+        self._sent: dict[int, Entry] = {}
+        """Rollouts of which turns are being settled, by number, in that order."""
+        self._numbers_count = 0
+        self._waiters: dict[int, list[asyncio.Future[None]]] = {}
+        """Who waits for that, by number."""
         self._warned: set[tuple[str, str, str]] = set()
         self._swept_count = 0
         self._ended = asyncio.Event()
@@ -104,53 +106,97 @@ class Rollouts:
     # --- turns that wait to be settled
 
     def attend(self, entry: Entry) -> None:
-        """Look after a rollout of which a turn was taken: it ended, or much waits, or nothing did before."""
-        table = self.table
-        if entry.taken_bytes > TAKEN_OF_ONE_BYTES:
-            self.settle(entry)
-        while table.taken_bytes > table.most_taken_bytes:
-            self.settle(next(iter(table.unsettled.values())))
+        """Look after a rollout of which a turn was taken: it ended, or nothing waited before."""
         if entry.rollout.ended:
             self._looked_at(entry)
-        if not self._looks and table.unsettled:
-            self._looks = True
-            self._look_again(LOOKS_S)
+        self._send_soon()
 
-    def _look_again(self, after_s: float) -> None:
-        self._looked_s, self._worked_s = monotonic(), thread_time()
-        self._look_at_s = self._looked_s + after_s
-        asyncio.get_running_loop().call_later(after_s, self._settle_some)
+    def _send_soon(self) -> None:
+        if not self._sends:
+            self._sends = True
+            asyncio.get_running_loop().call_later(SEND_S, self._send_waiting)
 
-    def _settle_some(self) -> None:
-        """Settle for a while, if this thread has not been busy."""
-        now_s, unsettled = monotonic(), self.table.unsettled
-        works = thread_time() - self._worked_s > BUSY_RATIO * (now_s - self._looked_s)
-        is_busy = works or now_s > self._look_at_s + LATE_S
-        self._busy_count = self._busy_count + 1 if is_busy else 0
-        try:
-            if not is_busy or self._busy_count > BUSY_LOOKS_COUNT:
-                self.settle_for(SLICE_S)
-        finally:
-            self._looks = bool(unsettled)
-            if unsettled:
-                self._look_again(LOOKS_S if is_busy else 2 * SLICE_S)
+    def _send_waiting(self) -> None:
+        """Send all turns that wait, and say which programs have ended."""
+        self._sends = False
+        if self._is_closed:
+            return
+        table, settling = self.table, self._settling
+        if not settling.is_up:
+            settling.start()
+        else:
+            gone, table.gone = table.gone, []
+            batches = self._batches(entry for entry in list(table.unsettled.values()) if not entry.sent)
+            batches += [
+                Batch(entry.number, 0, 0, is_full=False, is_last=True, is_new=False, blocks=[], frames=[], turns=[])
+                for entry in gone
+                if entry.settled_by == settling.number and not entry.taken
+            ]
+            settling.send(batches)
+        if table.unsettled or table.gone:
+            self._send_soon()
 
-    def settle_for(self, within_s: float) -> None:
-        """Settle what waits longest, for so many seconds at most, and a program."""
-        until_s, unsettled = monotonic() + within_s, self.table.unsettled
-        while unsettled and monotonic() < until_s:
-            self.settle(next(iter(unsettled.values())))
+    def _batches(self, entries: Iterable[Entry]) -> list[Batch]:
+        found = []
+        for entry in entries:
+            if not entry.number:
+                self._numbers_count += 1
+                entry.number = self._numbers_count
+            self._sent[entry.number] = entry
+            found.append(self.table.send(entry, self._settling.number))
+        return found
+
+    def _settled(self, batch: SettledBatch) -> None:
+        """Note what became of turns that were sent."""
+        entry = self._sent.pop(batch.number, None)
+        if entry is not None and entry.sent:  # else it was dropped
+            self._was_settled(entry, self.table.settled(entry, batch))
+        self._wake(batch.number)
+
+    def _settling_ended(self) -> None:
+        """Have what was sent wait again. The first that has no answer is taken to be the cause."""
+        sent, self._sent = self._sent, {}
+        for number, entry in sent.items():
+            self.table.died(entry)
+            if entry is next(iter(sent.values())):
+                entry.deaths_count += 1
+                if entry.deaths_count >= MAX_DEATHS_COUNT:
+                    count = self.table.give_up(entry)
+                    why = f"{count} turns of which {MAX_DEATHS_COUNT} processes died"
+                    log.error("rollout_turn_lost", program_id=entry.rollout.program_id, why=why)
+            self._wake(number)
+        self._send_soon()
+
+    def _wake(self, number: int) -> None:
+        for waiter in self._waiters.pop(number, ()):
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def settled(self, entry: Entry) -> None:
+        """Have all turns of a rollout settled that have ended by now."""
+        while entry.taken or entry.sent:
+            if not self._settling.is_up:
+                self.settle(entry)
+                return
+            if not entry.sent:
+                self._settling.send(self._batches([entry]))
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.setdefault(entry.number, []).append(waiter)
+            await waiter
 
     def settle(self, entry: Entry) -> None:
-        """Settle the turns of a rollout that wait for it."""
-        if not entry.taken:
-            return
-        for error in self.table.settle(entry):
-            log.error("rollout_turn_lost", program_id=entry.rollout.program_id, exc_info=error)
+        """Settle the turns of a rollout here."""
+        if entry.taken and not entry.sent:
+            self._was_settled(entry, self.table.settle(entry))
+
+    def _was_settled(self, entry: Entry, failed: list[str]) -> None:
+        for why in failed:
+            log.error("rollout_turn_lost", program_id=entry.rollout.program_id, why=why)
         unsaid, self.table.unsaid = self.table.unsaid, []
         for turn in unsaid:
             self._warn(turn)
-        self._packed_if_much(entry)
+        if not entry.taken:
+            self._packed_if_much(entry)
 
     def _warn(self, turn: Turn) -> None:
         """Say once of each replica and API that what clients get there cannot be trained on."""
@@ -170,7 +216,9 @@ class Rollouts:
             ended, self._ended = self._ended, asyncio.Event()
             ended.set()
             self._sweep()
-        if not entry.taken:
+            if self.table.gone:
+                self._send_soon()
+        if not entry.taken and not entry.sent:
             self._packed_if_much(entry)
 
     def _packed_if_much(self, entry: Entry) -> None:
@@ -211,7 +259,8 @@ class Rollouts:
 
     def _parcel(self, entry: Entry) -> _Parcel:
         # What is not settled yet would be missing in the file: settling packs anew.
-        writes = entry.rollout.ended and self._segments is not None and entry.stored is None and not entry.taken
+        writes = entry.rollout.ended and self._segments is not None and entry.stored is None
+        writes = writes and not entry.taken and not entry.sent
         return _Parcel(entry, self.table.to_pack(entry, writes=writes), list(entry.blocks), writes)
 
     def _work(self, loop: asyncio.AbstractEventLoop, parcels: list[_Parcel]) -> None:
@@ -245,8 +294,12 @@ class Rollouts:
 
     def close(self) -> None:
         """Write what is under way, and what is wanted; end the thread."""
-        while self.table.unsettled:
-            self.settle(next(iter(self.table.unsettled.values())))
+        self._is_closed = True
+        self._settling.close()
+        for entry in self._sent.values():
+            self.table.died(entry)
+        for entry in list(self.table.unsettled.values()):
+            self.settle(entry)
         self._thread.shutdown(wait=True)
         wanted, self._wanted = self._wanted, {}
         for entry in wanted.values():
@@ -258,7 +311,7 @@ class Rollouts:
 
     async def turns(self, entry: Entry) -> list[Turn]:
         """Return the turns of a rollout. Raises `ValueError` or `OSError` if its file is broken, or was deleted."""
-        self.settle(entry)
+        await self.settled(entry)
         frames, blocks, stored, segments = list(entry.frames), list(entry.blocks), entry.stored, self._segments
 
         def read() -> list[Turn]:
@@ -289,7 +342,6 @@ class RolloutCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the families."""
         table = self._rollouts.table
-        self._rollouts.settle_for(SLICE_S)
         links = CounterMetricFamily(
             "thunderagent_rollout_turns",
             "Recorded turns, by how their prompt relates to earlier tokens: extends, drift, rewritten, root, unknown.",

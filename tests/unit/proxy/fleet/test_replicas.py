@@ -199,3 +199,17 @@ def test_images_to_encode_are_told_until_the_core_knows_as_many() -> None:
     polls.replica_polled("r0", ReplicaReading(capacity_tokens=1000))
     assert [event for event in events if isinstance(event, EncodesPolled)] == [EncodesPolled(1.0, "r0", 4)] * 2
     assert runtime.scheduler.ledger.accounts["r0"].pending_encode_count == 4
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("sglang", ("m", "/step-2")), ("vllm", ("/step-2",))])
+def test_engine_that_takes_any_name_keeps_the_one_that_it_had(kind: str, expected: tuple[str, ...]) -> None:
+    """SGLang calls its model by the folder of its last weights; another process is another model."""
+    runtime, _ = overheard()
+    polls = Polls(runtime, Replicas(runtime, [ReplicaEndpoint("r0", "http://r0", backend_of(kind))]))
+    for number, name in enumerate(("m", "/step-1", "/step-2")):
+        polls.replica_polled("r0", ReplicaReading(models=(name,), started_s=100.0))
+        if not number:
+            polls.replica_up("r0")
+    assert runtime.pools.listing_of("r0") == expected
+    polls.replica_polled("r0", ReplicaReading(models=("other",), started_s=200.0))
+    assert runtime.pools.listing_of("r0") == ("other",)

@@ -12,10 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thunderagent.proxy.reading.capture import CHAT, Asked, Capture
-from thunderagent.proxy.turns.recording import TAKEN_BYTES, Taken
-from thunderagent.proxy.watch import rollouts as watch
-from thunderagent.proxy.watch.rollouts import Rollouts, RolloutSettings
-from thunderagent.rollouts.records import Rollout, Turn, turns_in
+from thunderagent.proxy.reading.taken import TAKEN_BYTES, Settler, Taken
+from thunderagent.proxy.watch.rollouts import MAX_DEATHS_COUNT, Rollouts, RolloutSettings
+from thunderagent.rollouts.records import (
+    Rollout,
+    Turn,
+    decode_batch,
+    decode_settled,
+    encode_batch,
+    encode_settled,
+    turns_in,
+)
 from thunderagent.rollouts.table import Entry, Table
 from thunderagent.rollouts.tokens import from_planes, token_ids
 
@@ -39,7 +46,7 @@ def answer(prompt: list[int], output: list[int]) -> bytes:
     return json.dumps(said, separators=(",", ":")).encode()
 
 
-def taken(entry: Entry, prompt: list[int], output: list[int], *, streams: bool = False) -> Taken:
+def taken(prompt: list[int], output: list[int], *, streams: bool = False) -> Taken:
     """Return a turn that has ended so."""
     capture = Capture("vllm", CHAT, OURS, streams=streams)
     if streams:
@@ -48,7 +55,7 @@ def taken(entry: Entry, prompt: list[int], output: list[int], *, streams: bool =
     else:
         capture.take_whole(answer(prompt, output))
     turn = Turn(seq=0, tries_count=1, outcome="finished")
-    return Taken(entry, turn, capture.kept, has_answers=True, logprobs=True)
+    return Taken(turn, capture.kept, has_answers=True, logprobs=True)
 
 
 def begun(table: Table, program_id: str = "a") -> Entry:
@@ -76,8 +83,8 @@ def test_what_is_settled_later_is_what_was_said(turns: list[tuple[int, list[int]
         prompt = history[:kept] + new
         for table in (now, later):
             entry = begun(table)
-            one = taken(entry, prompt, output)
-            table.take(entry, one, one.size_bytes)
+            one = taken(prompt, output)
+            table.take(entry, one)
             if table is now or number % every == 0:
                 assert table.settle(entry) == []
         history = prompt + output
@@ -101,9 +108,9 @@ def test_of_prompts_that_go_on_only_what_is_new_waits(streams: bool) -> None:
     sizes = []
     for _ in range(5):
         prompt = [*prompt, 7]
-        one = taken(entry, prompt, [7], streams=streams)
+        one = taken(prompt, [7], streams=streams)
+        table.take(entry, one)
         sizes.append(one.size_bytes)
-        table.take(entry, one, one.size_bytes)
     assert sizes[0] > 40_000
     assert max(sizes[1:]) < TAKEN_BYTES + 200
     table.settle(entry)
@@ -116,8 +123,8 @@ def test_program_that_ends_before_its_turns_are_settled_keeps_them() -> None:
     table = new_table()
     for prompt in ([1, 2], [1, 2, 5, 3]):
         entry = begun(table)
-        one = taken(entry, prompt, [5])
-        table.take(entry, one, one.size_bytes)
+        one = taken(prompt, [5])
+        table.take(entry, one)
     assert table.ended("a", 1, "success", 5.0) is entry
     assert (entry.rollout.ended, entry.rollout.complete, entry.rollout.turns_count) == (True, True, 0)
     table.settle(entry)
@@ -130,8 +137,8 @@ def test_dropped_rollout_gives_back_what_waited() -> None:
     """Also if it was never settled."""
     table = new_table()
     entry = begun(table)
-    one = taken(entry, [1, 2], [5])
-    table.take(entry, one, one.size_bytes)
+    one = taken([1, 2], [5])
+    table.take(entry, one)
     table.ended("a", 1, "", 5.0)
     table.drop(entry.rollout.seq, "it was deleted")
     assert (table.taken_bytes, table.size_bytes, table.unsettled) == (0, 0, {})
@@ -145,16 +152,20 @@ def test_turn_that_cannot_be_settled_loses_no_other() -> None:
     class Broken:
         turn = Turn(seq=0)
         has_answers = True
+        size_bytes = 100
+
+        def shorten(self, entry: Entry) -> None:
+            pass
 
         def answered(self, entry: Entry) -> None:
             raise RuntimeError(entry.rollout.program_id)
 
     table = new_table()
     entry = begun(table)
-    for one in (taken(entry, [1], [2]), Broken(), taken(entry, [1, 2, 3], [4])):
-        table.take(entry, one, 100)
+    for one in (taken([1], [2]), Broken(), taken([1, 2, 3], [4])):
+        table.take(entry, one)
     (error,) = table.settle(entry)
-    assert isinstance(error, RuntimeError)
+    assert error == "RuntimeError('a')"
     assert (entry.rollout.turns_count, entry.rollout.complete) == (2, False)
     assert [each.link for each in read(entry)] == ["root", "extends"]
 
@@ -164,58 +175,168 @@ def test_attempt_that_its_client_never_got_needs_no_tokens() -> None:
     table = new_table()
     entry = begun(table)
     lost = Turn(seq=0, tries_count=1, kept=False, outcome="errored", missing="no_ids")
-    table.take(entry, Taken(entry, lost, None, has_answers=True, logprobs=True), 100)
+    table.take(entry, Taken(lost, None, has_answers=True, logprobs=True))
     entry = begun(table)
-    table.take(entry, taken(entry, [1], [2]), 100)
+    table.take(entry, taken([1], [2]))
     table.settle(entry)
     assert (entry.rollout.turns_count, entry.rollout.complete, entry.rollout.mask_sample) == (2, True, False)
 
 
-async def test_what_waits_is_bounded_and_settled_when_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond the bound the oldest are settled at once, however busy the loop is; then the rest, with nobody asking."""
-    monkeypatch.setattr(watch, "BUSY_RATIO", -1.0)  # always
-    settings = RolloutSettings(
-        logprobs=True, folder=None, memory_bytes=2**20, disk_bytes=2**20, keep_s=100, turns_count=1000
+def sent(table: Table, settler: Settler, entry: Entry, process: int = 1) -> list[str]:
+    """Have the turns of a rollout settled by another process, through the bytes that are sent; return what failed."""
+    entry.number = 7
+    batch = decode_batch(encode_batch(table.send(entry, process)))
+    return table.settled(entry, decode_settled(encode_settled(settler.settle(batch))))
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), IDS, IDS), max_size=10), st.data())
+def test_another_process_settles_the_same(turns: list[tuple[int, list[int], list[int]]], data: st.DataObject) -> None:
+    """Also if it dies between, or a part is settled here: the next one goes on where it was."""
+    here, there, history = new_table(), new_table(), list[int]()
+    settler, process = Settler(), 1
+    for kept, new, output in turns:
+        prompt = history[:kept] + new
+        for table in (here, there):
+            table.take(begun(table), taken(prompt, output))
+        history = prompt + output
+        entry = there.live("a", 1)
+        assert entry is not None
+        fate = data.draw(st.sampled_from(["waits", "here", "there", "dies", "dies with it"]))
+        if fate == "dies":
+            settler, process = Settler(), process + 1
+        if fate == "here":
+            assert there.settle(entry) == []
+        elif fate == "dies with it":
+            there.send(entry, process)
+            there.died(entry)
+            settler, process = Settler(), process + 1
+        elif fate == "there" and entry.taken:
+            assert sent(there, settler, entry, process) == []
+    entries = [begun(table) for table in (here, there)]
+    here.settle(entries[0])
+    if entries[1].taken:
+        assert sent(there, settler, entries[1], process) == []
+    assert read(entries[0]) == read(entries[1])
+    assert entries[0].rollout == entries[1].rollout
+    assert there.size_bytes == entries[1].measure() == here.size_bytes
+    assert there.unsettled == {}
+
+
+def test_rollout_that_goes_while_it_is_settled_elsewhere_gives_back_what_waited() -> None:
+    """The answer for it is no longer wanted, and the process is told to forget it."""
+    table, settler = new_table(), Settler()
+    entry = begun(table)
+    table.take(entry, taken([1, 2], [5]))
+    entry.number = 7
+    batch = table.send(entry, 1)
+    table.ended("a", 1, "", 5.0)
+    assert table.gone == [entry]
+    table.drop(entry.rollout.seq, "it was deleted")
+    assert (table.taken_bytes, table.size_bytes, table.unsettled, entry.sent) == (0, 0, {}, [])
+    assert settler.settle(batch).lineage_bytes
+    assert entry.rollout.mask_sample
+
+
+def rollouts(folder: Path | None = None) -> Rollouts:
+    """Return the rollouts of a proxy."""
+    return Rollouts(
+        RolloutSettings(
+            logprobs=True, folder=folder, memory_bytes=2**20, disk_bytes=2**20, keep_s=100, turns_count=1000
+        ),
+        Nobody(),
     )
-    recorded = Rollouts(settings, Nobody())
-    table = recorded.table
-    for number in range(300):
-        entry = begun(table, f"p{number}")
-        one = taken(entry, list(range(500)), [5])
-        if table.take(entry, one, one.size_bytes):
-            recorded.attend(entry)
-        assert table.taken_bytes <= table.most_taken_bytes == 2**18
-    assert 10 < len(table.unsettled) < 200
-    monkeypatch.setattr(watch, "BUSY_LOOKS_COUNT", 2)
-    async with asyncio.timeout(30):
-        while table.unsettled:
+
+
+async def closed(recorded: Rollouts) -> None:
+    """Close, and let the loop close the connection."""
+    recorded.close()
+    await asyncio.sleep(0.01)
+
+
+async def until_settled(recorded: Rollouts) -> None:
+    """Wait until no turn waits."""
+    async with asyncio.timeout(60):
+        while recorded.table.unsettled:
             await asyncio.sleep(0.01)
+
+
+async def test_turns_are_settled_with_nobody_asking_also_if_the_process_is_killed() -> None:
+    """What it had not settled, and the chains that it knew, go to the next one."""
+    recorded, prompt, pids = rollouts(), [1, 2], set()
+    for _ in range(3):
+        entry = begun(recorded.table)
+        if recorded.table.take(entry, taken(prompt, [5])):
+            recorded.attend(entry)
+        prompt = [*prompt, 5, 3]
+        await until_settled(recorded)
+        process = recorded._settling._process
+        assert process is not None
+        pids.add(process.pid)
+        process.kill()
+        async with asyncio.timeout(30):
+            while recorded._settling.is_up:
+                await asyncio.sleep(0.01)
+    assert len(pids) == 3
+    assert [each.link for each in await recorded.turns(entry)] == ["root", "extends", "extends"]
+    assert (entry.rollout.complete, entry.rollout.turns_count) == (True, 3)
+    await closed(recorded)
+
+
+async def test_processes_that_die_of_the_same_turns_do_not_go_on_for_ever() -> None:
+    """These have no records, and the rollout says so."""
+    recorded = rollouts()
+    for program_id in "ab":
+        entry = begun(recorded.table, program_id)
+        entry.number = ord(program_id)
+        recorded.table.take(entry, taken([1, 2], [5]))
+    for process in range(1, MAX_DEATHS_COUNT + 1):
+        for entry in list(recorded.table.unsettled.values()):
+            recorded._sent[entry.number] = entry
+            recorded.table.send(entry, process)
+        recorded._settling_ended()
+    first, second = recorded.table.live("a", 1), recorded.table.live("b", 1)
+    assert first is not None
+    assert second is not None
+    assert (first.rollout.complete, first.taken, len(second.taken)) == (False, [], 1)
+    await recorded.settled(second)
+    assert second.rollout.complete
+    await closed(recorded)
+
+
+async def test_what_waits_is_bounded() -> None:
+    """Beyond the bound `Recording` keeps no tokens, and says so; here, that the table tells it, until there is room."""
+    recorded = rollouts()
+    table, number = recorded.table, 0
+    while not table.is_behind:
+        entry, number = begun(table, f"p{number}"), number + 1
+        if table.take(entry, taken(list(range(500)), [5])):
+            recorded.attend(entry)
+    assert 2**18 <= table.taken_bytes < 2**18 + 10_000
+    await until_settled(recorded)
+    assert not table.is_behind
     found = table.find("p0")
     assert found is not None
-    assert found.rollout.turns_count == 1
-    recorded.close()
+    assert (found.rollout.turns_count, found.rollout.complete) == (1, True)
+    await closed(recorded)
 
 
 async def test_no_file_lacks_the_turns_that_wait(tmp_path: Path) -> None:
     """A rollout whose packing was asked for before its last turn came is written once that is settled."""
-    settings = RolloutSettings(
-        logprobs=True, folder=tmp_path / "rollouts", memory_bytes=2**20, disk_bytes=2**20, keep_s=100, turns_count=1000
-    )
-    recorded = Rollouts(settings, Nobody())
+    recorded = rollouts(tmp_path / "rollouts")
     entry = begun(recorded.table)
-    recorded.table.take(entry, taken(entry, [1, 2], [5]), 100)
+    recorded.table.take(entry, taken([1, 2], [5]))
     recorded.settle(entry)
     recorded._works = True  # the thread has something else to do
     recorded._pack(entry)
     entry = begun(recorded.table)
-    recorded.table.take(entry, taken(entry, [1, 2, 5, 3], [6]), 100)
+    recorded.table.take(entry, taken([1, 2, 5, 3], [6]))
     recorded.table.ended("a", 1, "success", 5.0)
     recorded._was_done([])
     await asyncio.wrap_future(recorded._thread.submit(int))  # it has done what it got
     await asyncio.sleep(0)
-    recorded.close()
-    again = Rollouts(settings, Nobody())
+    await closed(recorded)
+    again = rollouts(tmp_path / "rollouts")
     found = again.table.find("a")
     assert found is not None
     assert [each.link for each in await again.turns(found)] == ["root", "extends"]
-    again.close()
+    await closed(again)

@@ -1,0 +1,189 @@
+"""A turn that has ended, with what its engine said, not yet decoded: kept, sent to the process that settles, decoded.
+
+`Settler` is what that process does. It knows the chains of programs, and nothing else of them.
+"""
+
+# compiled: each recorded turn passes here
+
+from __future__ import annotations
+
+from typing import Final
+
+from thunderagent.proxy.reading.capture import Captured, OutputRead
+from thunderagent.rollouts.lineage import lineage_of
+from thunderagent.rollouts.records import (
+    Batch,
+    Missing,
+    Output,
+    Rollout,
+    SentOutput,
+    SentTurn,
+    Settled,
+    SettledBatch,
+    Span,
+    Turn,
+    frame_of,
+    turns_in,
+)
+from thunderagent.rollouts.table import NOTHING, Answered, Entry, place
+from thunderagent.rollouts.tokens import UNREADABLE, in_planes, logprob_bytes, packed_text
+
+TAKEN_BYTES: Final = 1500
+"""What a turn that is not yet settled is taken to need, beside its tokens."""
+
+
+class Taken:
+    """A turn that has ended, with what its engine said."""
+
+    __slots__ = ("_captured", "_continues", "_logprobs", "has_answers", "size_bytes", "turn")
+
+    def __init__(
+        self,
+        turn: Turn,
+        captured: Captured | None,
+        *,
+        has_answers: bool | None,
+        logprobs: bool,
+        continues: bool = False,
+    ) -> None:
+        """Keep it."""
+        self.turn = turn
+        self.has_answers = has_answers
+        self._captured = captured
+        self._logprobs = logprobs
+        self._continues = continues
+        """Whether its prompt lacks what the one before begins with."""
+        self.size_bytes = TAKEN_BYTES
+        """What it takes in memory; its prompt is there twice, once to compare the next one with."""
+
+    def shorten(self, entry: Entry) -> None:
+        """Of a prompt that begins as the one before in `entry` keep only the rest."""
+        captured = self._captured
+        if captured is None:
+            return
+        if captured.prompt_listed:
+            listed, before = captured.prompt_listed, entry.taken_prompt
+            if before and listed.startswith(before):
+                captured.prompt_listed = listed[len(before) :]
+                self._continues = True
+            entry.taken_prompt = listed[:-1]
+        self.size_bytes = TAKEN_BYTES + captured.size_bytes + 2 * len(captured.prompt_listed)
+
+    def answered(self, entry: Entry) -> Answered:
+        """Return what was said, and note on the turn what is missing. Turns of `entry` are read in their order."""
+        captured = self._captured
+        if captured is None:
+            return NOTHING
+        if captured.prompt_listed:
+            if self._continues:
+                captured.prompt_listed = entry.settled_prompt + captured.prompt_listed
+            entry.settled_prompt = captured.prompt_listed[:-1]
+        answered, self.turn.missing = _answered(captured.read(), asks_logprobs=self._logprobs)
+        return answered
+
+    def sent(self) -> SentTurn:
+        """Return it as it is sent."""
+        captured = self._captured
+        if captured is None:
+            return SentTurn(self.turn, self.has_answers)
+        outputs = [
+            SentOutput(number, each.listed, each.told, each.text, each.logprobs, each.finish, each.spans)
+            for number, each in captured.outputs.items()
+        ]
+        return SentTurn(
+            self.turn,
+            self.has_answers,
+            self._logprobs,
+            self._continues,
+            True,
+            captured.prompt,
+            captured.prompt_listed,
+            captured.is_unreadable,
+            outputs,
+        )
+
+
+def received(sent: SentTurn) -> Taken:
+    """Return a turn that was sent."""
+    captured: Captured | None = None
+    if sent.has_captured:
+        captured = Captured()
+        captured.prompt, captured.prompt_listed = sent.prompt, sent.prompt_listed
+        captured.is_unreadable = sent.is_unreadable
+        for each in sent.outputs:
+            output = captured.outputs[each.number] = OutputRead()
+            output.listed, output.told, output.text = each.listed, each.told, each.text
+            output.logprobs, output.finish, output.spans = each.logprobs, each.finish, each.spans
+    logprobs, continues = sent.asks_logprobs, sent.continues
+    return Taken(sent.turn, captured, has_answers=sent.has_answers, logprobs=logprobs, continues=continues)
+
+
+class Settler:
+    """Settles turns of many programs, each of which it knows by a number."""
+
+    def __init__(self) -> None:
+        """Begin without programs."""
+        self._entries: dict[int, Entry] = {}
+
+    def settle(self, batch: Batch) -> SettledBatch:
+        """Settle the next turns of a program. A new one comes with all earlier records; without turns it goes."""
+        if not batch.turns:
+            self._entries.pop(batch.number, None)
+            return SettledBatch(batch.number, [], 0)
+        if batch.is_new:
+            entry = self._entries[batch.number] = Entry(Rollout(program_id="", generation=0))
+            entry.lineage = lineage_of(turns_in(batch.blocks, batch.frames))
+        else:
+            entry = self._entries[batch.number]
+        settled: list[Settled] = []
+        seq: int = batch.first_seq
+        turns_count: int = batch.turns_count
+        for sent in batch.turns:
+            try:
+                each = self._settled(entry, sent, seq, turns_count, is_full=batch.is_full)
+            except Exception as error:
+                settled.append(Settled(error=repr(error)))
+            else:
+                settled.append(each)
+                seq += 1
+        entry.settled_prompt = b""
+        if batch.is_last:
+            del self._entries[batch.number]
+        assert entry.lineage is not None
+        return SettledBatch(batch.number, settled, 0 if batch.is_last else entry.lineage.size_bytes)
+
+    def _settled(self, entry: Entry, sent: SentTurn, seq: int, turns_count: int, *, is_full: bool) -> Settled:
+        taken = received(sent)
+        turn = taken.turn
+        turn.seq = seq
+        answered, is_over = taken.answered(entry), is_full or seq >= turns_count
+        output_tokens = place(entry.lineage, turn, answered, has_answers=taken.has_answers, is_over=is_over)
+        frame = frame_of(turn) if seq < 2 * turns_count else b""
+        return Settled(turn.link, turn.missing, turn.prompt_tokens, output_tokens, frame)
+
+
+def _answered(captured: Captured, *, asks_logprobs: bool) -> tuple[Answered, Missing]:
+    """Return what was read, packed, and what is missing of it."""
+    if captured.prompt is None or not captured.outputs:
+        return NOTHING, "unreadable" if captured.is_unreadable else "no_ids"
+    missing: Missing = "unreadable" if captured.is_unreadable else ""
+    answered = Answered(captured.prompt)
+    outputs = captured.outputs
+    for index in sorted(outputs) if len(outputs) > 1 else outputs:
+        read = outputs[index]
+        try:
+            tokens = packed_text(read.text)
+        except UNREADABLE:
+            return NOTHING, "unreadable"
+        has_logprobs = 4 * len(read.logprobs) == len(tokens)
+        if asks_logprobs and not has_logprobs:
+            missing = missing or "no_logprobs"
+        answered.texts.append(read.text)
+        answered.outputs.append(_output(read, tokens, has_logprobs=has_logprobs))
+    return answered, missing
+
+
+def _output(read: OutputRead, tokens: bytes, *, has_logprobs: bool) -> Output:
+    logprobs = in_planes(logprob_bytes(read.logprobs)) if has_logprobs else b""
+    spans = [Span(version, start, end) for version, start, end in read.spans]
+    return Output(in_planes(tokens), logprobs, read.finish, spans)
