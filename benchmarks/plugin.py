@@ -5,6 +5,7 @@
     scripts/bench plugin --programs 16,32 --arms proxy,both,both-high
     scripts/bench plugin --claims --first-seed 100           # all that is claimed, beside its bars
     scripts/bench plugin --claims plugin --first-seed 100    # of one arm
+    scripts/bench plugin --figure mars --seeds 1             # MARS, Fig. 7, 10 and 13, on vLLM's scheduler
 
 Each pair runs the same load, by seed, in the same process. The package's `tests/harness.py` says what a step takes. The
 model never runs, so nothing depends on the machine, except the cost of a step. A claim is judged by the bad end of the
@@ -17,6 +18,7 @@ import argparse
 import json
 import os
 import subprocess
+import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,8 @@ from typing import Any
 
 from benchmarks.engine_kinds import KINDS
 from benchmarks.machine import describe_code, save_results
+from benchmarks.mars import MARS_ON_STOCK, REGIMES
+from benchmarks.mars_figures import WITHOUT_CONTROL, WITHOUT_COORDINATOR, WITHOUT_COSCHEDULER, Task, run_one
 from benchmarks.real_engine import ensure_model
 from thunderagent.simulator.figures.intervals import geometric
 
@@ -155,6 +159,55 @@ def check_claims(claims: Sequence[Claim], seeds: range, name: str) -> None:
     save_results(name, {"seeds": list(seeds), "claims": found, "runs": runs})
 
 
+# --- MARS -----------------------------------------------------------------------------------------
+
+MARS_LOAD = 1.5
+"""Times the saturation."""
+
+BASELINES = ("fcfs", "infercept", "concur", "continuum")
+
+MarsRun = tuple[str, str, float, str, int, int]
+"""Regime, GPU, load, arm, seed, programs."""
+
+
+def mars_runs(seeds: range, programs_count: int) -> list[MarsRun]:
+    """Return the runs of Fig. 7 (H100) and Fig. 10 (H200), and of Fig. 13 (H100), the most wanted first."""
+    arms = [*(("h100", arm) for arm in ("mars", *BASELINES)), *(("h200", arm) for arm in ("mars", *BASELINES))]
+    arms += [("h100", arm) for arm in (WITHOUT_COORDINATOR, WITHOUT_CONTROL, WITHOUT_COSCHEDULER, MARS_ON_STOCK)]
+    return [
+        (regime, gpu, MARS_LOAD, arm, seed, programs_count)
+        for seed in seeds
+        for gpu, arm in arms
+        for regime in reversed(REGIMES)
+    ]
+
+
+def simulated(run: MarsRun) -> dict[str, float]:
+    """Return the figures of the same run in the simulator, whose engine has the paper's changes for `mars`."""
+    regime, gpu, load, arm, seed, programs_count = run
+    return run_one(Task("fig13", regime, gpu, load, arm, seed, programs_count), lambda: None)
+
+
+def make_mars(seeds: range, programs_count: int, name: str) -> None:
+    """Do the runs on vLLM's scheduler and in the simulator; the stored result is complete after each."""
+    describe_code()
+    runs = mars_runs(seeds, programs_count)
+    model = ensure_model(256, 4, max_model_len=8192)
+    site = sysconfig.get_path("purelib")
+    script = f"import runpy, sys; runpy.run_path({str(TESTS / 'mars.py')!r}, run_name='__main__')"
+    found = []
+    for run, figures in zip(runs, in_vllm(script, str(model), json.dumps(runs), site), strict=True):
+        found.append({"vllm": figures, "simulated": simulated(run)})
+        beside = found[-1]["simulated"]
+        print(
+            f"{' '.join(map(str, run[:5])):44} mean {figures['mean_s']:.0f} P90 {figures['p90_s']:.0f} "
+            f"P95 {figures['p95_s']:.0f} hits {figures['hit_ratio']:.2f}; simulated {beside['mean_s']:.0f} "
+            f"{beside['p90_s']:.0f} {beside['p95_s']:.0f} {beside['hit_ratio']:.2f}",
+            flush=True,
+        )
+        save_results(name, {"seeds": list(seeds), "programs_count": programs_count, "runs": found})
+
+
 def print_table(runs: Sequence[Mapping[str, Any]], counts: Sequence[int], base: str) -> None:
     """Print a row for each number of programs and arm."""
     heads = ("programs", "arm", "turns/min", "ratio", "least", "hits", "p99 s", "program s")
@@ -185,13 +238,18 @@ def main() -> None:
     add("--first-seed", type=int, default=0)
     add("--settings", type=json.loads, default={}, help="JSON: settings of the plugin in each arm that has it")
     add("--claims", nargs="?", const="", metavar="ARMS", help="check the claims of these arms, or all; stores results")
-    add("--name", default="plugin-claims", help="of the claims' result file")
+    add("--figure", choices=("mars",), help="make a paper's figures on vLLM's scheduler; stores results")
+    add("--mars-programs", type=int, default=200, help="programs of a run of --figure mars")
+    add("--name", help="of the result file of --claims or --figure")
     add("--out", type=Path, help="write every run here, as JSON")
     arguments = parser.parse_args()
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     if arguments.claims is not None:
         wanted = arguments.claims.split(",") if arguments.claims else list(ARMS)
-        check_claims([claim for claim in CLAIMS if claim.arm in wanted], seeds, arguments.name)
+        check_claims([claim for claim in CLAIMS if claim.arm in wanted], seeds, arguments.name or "plugin-claims")
+        return
+    if arguments.figure is not None:
+        make_mars(seeds, arguments.mars_programs, arguments.name or "plugin-mars")
         return
     counts = [int(each) for each in arguments.programs.split(",")]
     names = arguments.arms.split(",")
