@@ -89,7 +89,7 @@ class Claim:
         worst = max(ratios) if self.is_most else min(ratios)
         numbers = {"mean": mean, "low": low, "high": high, "worst": worst}
         rounded = {name: round(value, 3) for name, value in numbers.items()}
-        bar = f"{'<=' if self.is_most else '>='} {self.bar}"
+        bar = f"{'<=' if self.is_most else '>='} {self.bar:.3g}"
         return {**named, **rounded, "seeds": len(ratios), "bar": bar, "reached": is_reached}
 
 
@@ -132,31 +132,30 @@ def in_vllm(script: str, *arguments: str) -> Iterator[dict[str, Any]]:
         raise subprocess.CalledProcessError(process.returncode, command[:1])
 
 
-def do_jobs(jobs: Sequence[Job], *, is_told: bool = False) -> list[dict[str, Any]]:
-    """Do the runs; with `is_told` print each as it ends."""
+def do_jobs(jobs: Sequence[Job]) -> Iterator[dict[str, Any]]:
+    """Do the runs; yield each as it ends."""
     model = ensure_model(256, 4, max_model_len=8192)
-    runs = []
-    for run in in_vllm(SCRIPT, str(model), json.dumps(jobs)):
-        runs.append(run)
-        if is_told:
-            print(f"{run['arm']:>15} {run['programs']:3} seed {run['seed']}: {run['turns_per_minute']:.1f}", flush=True)
-    return runs
+    return in_vllm(SCRIPT, str(model), json.dumps(jobs))
 
 
 def check_claims(claims: Sequence[Claim], seeds: range, name: str) -> None:
-    """Run what the claims compare, print what was found, and store it all."""
+    """Run what the claims compare, and print what was found; the stored result is complete after each run."""
     describe_code()  # as it is now: files may change while this runs
     wanted = {(count, arm) for claim in claims for count in claim.counts for arm in (claim.arm, claim.base)}
     jobs: list[Job] = [(seed, count, arm, ARMS[arm]) for seed in seeds for count, arm in sorted(wanted)]
-    runs = do_jobs(jobs, is_told=True)
-    found = [each for claim in claims for count in claim.counts if (each := claim.found(runs, count))]
+    runs: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = []
+    for run in do_jobs(jobs):
+        runs.append(run)
+        print(f"{run['arm']:>15} {run['programs']:3} seed {run['seed']}: {run['turns_per_minute']:.1f}", flush=True)
+        found = [each for claim in claims for count in claim.counts if (each := claim.found(runs, count))]
+        save_results(name, {"seeds": list(seeds), "claims": found, "runs": runs})
     for each in found:
         verdict = "reached" if each["reached"] else "MISSED"
         print(
             f"{each['arm']:>15} / {each['base']:<15} {each['programs']:3} {each['figure']:<16} {each['mean']:.2f} "
             f"({each['low']:.2f}, {each['high']:.2f}) worst {each['worst']:.2f} {each['bar']}: {verdict}"
         )
-    save_results(name, {"seeds": list(seeds), "claims": found, "runs": runs})
 
 
 # --- MARS -----------------------------------------------------------------------------------------
@@ -261,7 +260,8 @@ def main() -> None:
             if "plugin" in arm
         }
         arms |= added
-    runs = do_jobs([(seed, count, name, arm) for seed in seeds for count in counts for name, arm in arms.items()])
+    jobs = [(seed, count, name, arm) for seed in seeds for count in counts for name, arm in arms.items()]
+    runs = list(do_jobs(jobs))
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(runs, indent=1) + "\n")
     print_table(runs, counts, names[0])

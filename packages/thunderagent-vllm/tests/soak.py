@@ -172,6 +172,7 @@ class Soak:
             assert pinned_count <= 0.9 * engine.blocks, pinned_count
             if engine.scheduler._on:
                 assert len(agents.calls) == len(engine.scheduler.requests)
+        self.now_s = engine.now_s
         report = engine.scheduler.thunderagent_tell([])
         self.counts["failed_plugins"] += not report["on"]
         assert report["on"] or report["blocks"]["pinned"] == 0, report
@@ -216,7 +217,7 @@ class Soak:
         logging.getLogger("vllm.thunderagent").setLevel(logging.CRITICAL)
         life_s = min(LIFE_S, self.seconds / 2)
         while self.now_s < self.seconds:
-            self.live(min(self.seconds, self.now_s + life_s) + 1e-6, breaks=self.counts["lives"] % 2 == 1)
+            self.live(min(self.seconds, self.now_s + life_s), breaks=self.counts["lives"] % 2 == 1)
         lost_count = sum(turn.request_id in self.turns for turn in self.turns.values())
         return {
             "ok": lost_count == 0 and self.counts["wrong"] == 0,
