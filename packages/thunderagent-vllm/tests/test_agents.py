@@ -359,3 +359,10 @@ def test_few_returns_teach_nothing_and_a_hold_that_was_asked_for_counts() -> Non
         taken_after_s = 20.0 if hold_s else 5.0
         assert not made.pins.candidates(None, 9, number + 0.49 + taken_after_s)
         assert made.pins.candidates(None, 9, number + 0.5 + taken_after_s) == ["a"]
+
+
+def test_preset_mars_has_none_of_this_projects_own_rules() -> None:
+    made = read_settings({"preset": "mars"})
+    assert (made.room_turns, made.starve_rounds, made.stale_gaps) == (0.0, 0.0, 0.0)
+    assert made.stale_s >= made.hold_s  # no pin is stale before it is over
+    assert (made.quanta, made.largest_first, made.shrink_floor) == (True, True, 0.0)
