@@ -1,11 +1,15 @@
 """The scheduler for vLLM beside vLLM's own, on vLLM's real scheduler under a virtual clock: figures without noise.
 
-    scripts/bench plugin                       # 1, 4, 8 and 16 programs, five seeds
+    scripts/bench plugin                                     # 1, 4, 8 and 16 programs, five seeds
     scripts/bench plugin --programs 8 --seeds 2
     scripts/bench plugin --programs 16,32 --arms proxy,both,both-high
+    scripts/bench plugin --claims --first-seed 100           # all that is claimed, beside its bars
+    scripts/bench plugin --claims plugin --first-seed 100    # of one arm
+    scripts/bench plugin --figure mars --seeds 1             # MARS, Fig. 7, 10 and 13, on vLLM's scheduler
 
 Each pair runs the same load, by seed, in the same process. The package's `tests/harness.py` says what a step takes. The
-model never runs, so nothing depends on the machine, except the cost of a step.
+model never runs, so nothing depends on the machine, except the cost of a step. A claim is judged by the bad end of the
+95 % interval of its ratios, in pairs; choose settings on other seeds than those that are reported.
 """
 
 from __future__ import annotations
@@ -14,16 +18,23 @@ import argparse
 import json
 import os
 import subprocess
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from benchmarks.engine_kinds import KINDS
+from benchmarks.machine import describe_code, save_results
+from benchmarks.mars import MARS_ON_STOCK, REGIMES
+from benchmarks.mars_figures import WITHOUT_CONTROL, WITHOUT_COORDINATOR, WITHOUT_COSCHEDULER, Task, run_one
 from benchmarks.real_engine import ensure_model
+from thunderagent.simulator.figures.intervals import geometric
 
 TESTS = Path(__file__).parents[1] / "packages" / "thunderagent-vllm" / "tests"
 
-ARMS = {
+ARMS: Mapping[str, Mapping[str, Any]] = {
     "stock": {},
     "plugin": {"plugin": {}},
     "told": {"plugin": {}, "told": True},
@@ -36,68 +47,224 @@ ARMS = {
     "both-115": {"proxy": {"told_ratio": 1.15}, "plugin": {}},
     "proxy-strangers": {"proxy": {}, "strangers_s": 4.0},
     "both-strangers": {"proxy": {}, "plugin": {}, "strangers_s": 4.0},
+    "proxy-mars": {"proxy": {"policy": "mars"}},
+    "both-mars": {"proxy": {"policy": "mars"}, "plugin": {"preset": "mars"}},
 }
 """`told`: the agents' ends are told to the engine. `proxy`: this proxy's scheduler is in front; `both`: and the plugin.
 
 `high`: it pauses above 1.1 of the memory. `115`: the engine tells 15 % more memory than it has. `strangers`: others
-send it a turn every 4 s.
+send it a turn every 4 s. `mars`: the policy of that name, and the plugin's preset.
 """
+
+
+@dataclass(frozen=True)
+class Claim:
+    """At each of these numbers of programs, a figure of an arm over that of its base, by the bad end."""
+
+    arm: str
+    base: str
+    counts: tuple[int, ...]
+    bar: float
+    figure: str = "turns_per_minute"
+    is_most: bool = False
+    """Whether the ratio is at most the bar."""
+
+    def ratios(self, runs: Sequence[Mapping[str, Any]], count: int) -> list[float]:
+        """Return arm over base, seed by seed."""
+        by: dict[str, dict[int, float]] = {self.arm: {}, self.base: {}}
+        for run in runs:
+            if run["programs"] == count and run["arm"] in by:
+                by[run["arm"]][run["seed"]] = run[self.figure]
+        seeds = sorted(by[self.arm].keys() & by[self.base].keys())
+        return [by[self.arm][seed] / by[self.base][seed] for seed in seeds]
+
+    def found(self, runs: Sequence[Mapping[str, Any]], count: int) -> dict[str, Any] | None:
+        """Return the mean, its interval, the worst seed, and whether the bad end reaches the bar; None without runs."""
+        ratios = self.ratios(runs, count)
+        if not ratios:
+            return None
+        mean, low, high = geometric(ratios)
+        is_reached = high <= self.bar if self.is_most else low >= self.bar
+        named = {"arm": self.arm, "base": self.base, "programs": count, "figure": self.figure}
+        worst = max(ratios) if self.is_most else min(ratios)
+        numbers = {"mean": mean, "low": low, "high": high, "worst": worst}
+        rounded = {name: round(value, 3) for name, value in numbers.items()}
+        bar = f"{'<=' if self.is_most else '>='} {self.bar:.3g}"
+        return {**named, **rounded, "seeds": len(ratios), "bar": bar, "reached": is_reached}
+
+
+CLAIMS = (
+    Claim("plugin", "stock", (8, 16, 32), 1.5),
+    Claim("plugin", "stock", (1, 2, 4), 0.98),
+    Claim("plugin", "stock", (1, 2, 4, 8, 16, 32), 1.5, "turn_p99_s", is_most=True),
+    Claim("both", "proxy", (16, 32), 0.98),
+    Claim("both-115", "proxy-115", (16, 32), 1.2),
+    Claim("both-strangers", "proxy-strangers", (16, 32), 1.05),
+    Claim("both-high", "proxy", (16, 32), 1.05),
+    Claim("both-high", "proxy", (16, 32), 1 / 1.15, "program_mean_s", is_most=True),
+)
 
 SCRIPT = """
 import json, sys
 from front import run_arm
-model, programs, seeds, arms = sys.argv[1], *map(json.loads, sys.argv[2:])
-for seed in range(seeds):
-    for count in programs:
-        for name, arm in arms.items():
-            figures = run_arm(model, arm, count, seed)
-            print(json.dumps({"programs": count, "seed": seed, "arm": name, **figures}), flush=True)
+model, jobs = sys.argv[1], json.loads(sys.argv[2])
+for seed, count, name, arm in jobs:
+    figures = run_arm(model, arm, count, seed)
+    print(json.dumps({"programs": count, "seed": seed, "arm": name, **figures}), flush=True)
 """
 
+Job = tuple[int, int, str, Mapping[str, Any]]
+"""Seed, programs, arm, and what it has."""
 
-def in_vllm(model: Path, *arguments: str) -> list[dict[str, Any]]:
-    """Run the script in vLLM's environment."""
+
+def in_vllm(script: str, *arguments: str) -> Iterator[dict[str, Any]]:
+    """Run a script in vLLM's environment; yield each line of JSON as it comes. Raises CalledProcessError."""
     kind = KINDS["vllm"]
-    paths = os.pathsep.join(map(str, (TESTS, Path(__file__).parents[1])))
-    variables = {**os.environ, **kind.variables, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    command = [str(kind.ensure_environment()), "-c", SCRIPT, str(model), *arguments]
-    done = subprocess.run(
-        command, check=True, text=True, stdout=subprocess.PIPE, env={**variables, "HF_HUB_OFFLINE": "1"}
-    )
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    python = os.environ.get("THUNDERAGENT_VLLM_PYTHON") or str(kind.ensure_environment())
+    paths = [str(TESTS), str(Path(__file__).parents[1]), *filter(None, [os.environ.get("THUNDERAGENT_VLLM_PATH")])]
+    offline = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
+    variables = {**os.environ, **kind.variables, **offline, "PYTHONPATH": os.pathsep.join(paths)}
+    command = [python, "-c", script, *arguments]
+    with subprocess.Popen(command, text=True, stdout=subprocess.PIPE, env=variables) as process:
+        assert process.stdout is not None
+        yield from (json.loads(line) for line in process.stdout if line.startswith("{"))
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command[:1])
 
 
-def main() -> None:
-    """Run the pairs and print a table."""
-    parser = argparse.ArgumentParser(description="The scheduler for vLLM beside vLLM's own.")
-    parser.add_argument("--programs", default="1,4,8,16")
-    parser.add_argument("--arms", default="stock,plugin,told,mars", help=f"of {', '.join(ARMS)}; the first is the base")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="write every run here, as JSON")
-    arguments = parser.parse_args()
-    counts = [int(each) for each in arguments.programs.split(",")]
+def do_jobs(jobs: Sequence[Job]) -> Iterator[dict[str, Any]]:
+    """Do the runs; yield each as it ends."""
     model = ensure_model(256, 4, max_model_len=8192)
-    names = arguments.arms.split(",")
-    arms = {name: ARMS[name] for name in names}
-    runs = in_vllm(model, json.dumps(counts), str(arguments.seeds), json.dumps(arms))
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(runs, indent=1) + "\n")
+    return in_vllm(SCRIPT, str(model), json.dumps(jobs))
+
+
+def check_claims(claims: Sequence[Claim], seeds: range, name: str) -> None:
+    """Run what the claims compare, and print what was found; the stored result is complete after each run."""
+    describe_code()  # as it is now: files may change while this runs
+    wanted = {(count, arm) for claim in claims for count in claim.counts for arm in (claim.arm, claim.base)}
+    jobs: list[Job] = [(seed, count, arm, ARMS[arm]) for seed in seeds for count, arm in sorted(wanted)]
+    runs: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = []
+    for run in do_jobs(jobs):
+        runs.append(run)
+        print(f"{run['arm']:>15} {run['programs']:3} seed {run['seed']}: {run['turns_per_minute']:.1f}", flush=True)
+        found = [each for claim in claims for count in claim.counts if (each := claim.found(runs, count))]
+        save_results(name, {"seeds": list(seeds), "claims": found, "runs": runs})
+    for each in found:
+        verdict = "reached" if each["reached"] else "MISSED"
+        print(
+            f"{each['arm']:>15} / {each['base']:<15} {each['programs']:3} {each['figure']:<16} {each['mean']:.2f} "
+            f"({each['low']:.2f}, {each['high']:.2f}) worst {each['worst']:.2f} {each['bar']}: {verdict}"
+        )
+
+
+# --- MARS -----------------------------------------------------------------------------------------
+
+MARS_LOAD = 1.5
+"""Times the saturation."""
+
+BASELINES = ("fcfs", "infercept", "concur", "continuum")
+
+MarsRun = tuple[str, str, float, str, int, int]
+"""Regime, GPU, load, arm, seed, programs."""
+
+
+def mars_runs(seeds: range, programs_count: int) -> list[MarsRun]:
+    """Return the runs of Fig. 7 (H100) and Fig. 10 (H200), and of Fig. 13 (H100), the most wanted first."""
+    arms = [*(("h100", arm) for arm in ("mars", *BASELINES)), *(("h200", arm) for arm in ("mars", *BASELINES))]
+    arms += [("h100", arm) for arm in (WITHOUT_COORDINATOR, WITHOUT_CONTROL, WITHOUT_COSCHEDULER, MARS_ON_STOCK)]
+    return [
+        (regime, gpu, MARS_LOAD, arm, seed, programs_count)
+        for seed in seeds
+        for gpu, arm in arms
+        for regime in reversed(REGIMES)
+    ]
+
+
+def simulated(run: MarsRun) -> dict[str, float]:
+    """Return the figures of the same run in the simulator, whose engine has the paper's changes for `mars`."""
+    regime, gpu, load, arm, seed, programs_count = run
+    return run_one(Task("fig13", regime, gpu, load, arm, seed, programs_count), lambda: None)
+
+
+def make_mars(seeds: range, programs_count: int, name: str) -> None:
+    """Do the runs on vLLM's scheduler and in the simulator; the stored result is complete after each."""
+    describe_code()
+    runs = mars_runs(seeds, programs_count)
+    model = ensure_model(256, 4, max_model_len=8192)
+    site = sysconfig.get_path("purelib")
+    script = f"import runpy, sys; runpy.run_path({str(TESTS / 'mars.py')!r}, run_name='__main__')"
+    found = []
+    for run, figures in zip(runs, in_vllm(script, str(model), json.dumps(runs), site), strict=True):
+        found.append({"vllm": figures, "simulated": simulated(run)})
+        beside = found[-1]["simulated"]
+        print(
+            f"{' '.join(map(str, run[:5])):44} mean {figures['mean_s']:.0f} P90 {figures['p90_s']:.0f} "
+            f"P95 {figures['p95_s']:.0f} hits {figures['hit_ratio']:.2f}; simulated {beside['mean_s']:.0f} "
+            f"{beside['p90_s']:.0f} {beside['p95_s']:.0f} {beside['hit_ratio']:.2f}",
+            flush=True,
+        )
+        save_results(name, {"seeds": list(seeds), "programs_count": programs_count, "runs": found})
+
+
+def print_table(runs: Sequence[Mapping[str, Any]], counts: Sequence[int], base: str) -> None:
+    """Print a row for each number of programs and arm."""
     heads = ("programs", "arm", "turns/min", "ratio", "least", "hits", "p99 s", "program s")
     print("{:>8} {:>15} {:>9} {:>6} {:>6} {:>5} {:>6} {:>9}".format(*heads))
     for count in counts:
-        by_arm: dict[str, list[dict[str, Any]]] = {}
+        by_arm: dict[str, list[Mapping[str, Any]]] = {}
         for run in runs:
             if run["programs"] == count:
                 by_arm.setdefault(run["arm"], []).append(run)
         for arm, found in by_arm.items():
-            pairs = zip(found, by_arm[names[0]], strict=True)
-            ratios = [ours["turns_per_minute"] / base["turns_per_minute"] for ours, base in pairs]
+            pairs = zip(found, by_arm[base], strict=True)
+            ratios = [ours["turns_per_minute"] / theirs["turns_per_minute"] for ours, theirs in pairs]
             means = [fmean(each[name] for each in found) for name in ("hit_ratio", "turn_p99_s", "program_mean_s")]
             turns = fmean(each["turns_per_minute"] for each in found)
             print(
                 f"{count:8} {arm:>15} {turns:9.1f} {fmean(ratios):6.2f} {min(ratios):6.2f} "
                 f"{means[0]:5.2f} {means[1]:6.1f} {means[2]:9.1f}"
             )
+
+
+def main() -> None:
+    """Run the pairs and print a table."""
+    parser = argparse.ArgumentParser(description="The scheduler for vLLM beside vLLM's own.")
+    add = parser.add_argument
+    add("--programs", default="1,4,8,16")
+    add("--arms", default="stock,plugin,told,mars", help=f"of {', '.join(ARMS)}; the first is the base")
+    add("--seeds", type=int, default=5)
+    add("--first-seed", type=int, default=0)
+    add("--settings", type=json.loads, default={}, help="JSON: settings of the plugin in each arm that has it")
+    add("--claims", nargs="?", const="", metavar="ARMS", help="check the claims of these arms, or all; stores results")
+    add("--figure", choices=("mars",), help="make a paper's figures on vLLM's scheduler; stores results")
+    add("--mars-programs", type=int, default=200, help="programs of a run of --figure mars")
+    add("--name", help="of the result file of --claims or --figure")
+    add("--out", type=Path, help="write every run here, as JSON")
+    arguments = parser.parse_args()
+    seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
+    if arguments.claims is not None:
+        wanted = arguments.claims.split(",") if arguments.claims else list(ARMS)
+        check_claims([claim for claim in CLAIMS if claim.arm in wanted], seeds, arguments.name or "plugin-claims")
+        return
+    if arguments.figure is not None:
+        make_mars(seeds, arguments.mars_programs, arguments.name or "plugin-mars")
+        return
+    counts = [int(each) for each in arguments.programs.split(",")]
+    names = arguments.arms.split(",")
+    arms = {name: ARMS[name] for name in names}
+    if arguments.settings:
+        added = {
+            name: {**arm, "plugin": {**arm["plugin"], **arguments.settings}}
+            for name, arm in arms.items()
+            if "plugin" in arm
+        }
+        arms |= added
+    jobs = [(seed, count, name, arm) for seed in seeds for count in counts for name, arm in arms.items()]
+    runs = list(do_jobs(jobs))
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(runs, indent=1) + "\n")
+    print_table(runs, counts, names[0])
 
 
 if __name__ == "__main__":

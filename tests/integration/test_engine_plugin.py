@@ -123,9 +123,10 @@ async def test_a_policy_that_holds_nobody_leaves_the_hold_to_the_engine() -> Non
 async def test_a_plugin_that_turned_itself_off_is_shown_and_told_nothing() -> None:
     """Its breaker is vLLM's own scheduler."""
     async with fake_replica() as replica:
-        replica.plugin = {**SAID, "on": False}
+        replica.plugin = {**SAID, "on": False, "why_not": "its mode is off"}
         async with running_proxy(replica.url) as proxy:
-            assert (await _until_known(proxy.url))["on"] is False
+            known = await _until_known(proxy.url)
+            assert (known["on"], known["why_not"]) == (False, "its mode is off")
             await ask(proxy.url, "a")
             assert replica.calls[0].json() == turn()
             assert (await metrics_of(proxy.url))["thunderagent_engine_plugin_on"][replica.replica_id,] == 0.0
@@ -137,6 +138,7 @@ async def test_a_plugin_that_turned_itself_off_is_shown_and_told_nothing() -> No
         (SAID, True, Level.OK, "Both halves are there"),
         (SAID, False, Level.WARNING, "the proxy does not speak with it"),
         ({**SAID, "on": False}, True, Level.WARNING, "but off"),
+        ({**SAID, "on": False, "why_not": "vLLM 9.9 was not tried"}, True, Level.WARNING, "vLLM 9.9 was not tried"),
         (None, True, Level.OK, "is not there, and not needed"),
     ],
 )

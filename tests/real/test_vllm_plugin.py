@@ -33,15 +33,15 @@ PATH = "/thunderagent/programs"
 pytestmark = [pytest.mark.xdist_group("vllm")]
 
 
-def run_in_vllm(script: str, *arguments: str) -> list[dict[str, Any]]:
+def run_in_vllm(script: str, *arguments: str, timeout_s: float = 1200) -> list[dict[str, Any]]:
     """Run a script of the package's tests in vLLM's environment, and return what it prints."""
     kind = KINDS["vllm"]
     model = ensure_model(HIDDEN_SIZE, LAYERS, max_model_len=MAX_MODEL_LEN)
-    if script == "in_vllm.py":  # its prompts are longer
+    if script in ("in_vllm.py", "soak.py"):  # their prompts are longer
         model = ensure_model(HIDDEN_SIZE, LAYERS, max_model_len=8192)
     command = [str(kind.ensure_environment()), str(PACKAGE / "tests" / script), str(model), *arguments]
     variables = {**os.environ, **kind.variables, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=1200, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=timeout_s, check=False)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert lines, done.stderr[-3000:]
     return lines
@@ -55,6 +55,36 @@ def test_decisions_on_the_real_scheduler(vllm: None) -> None:
     found = run_in_vllm("in_vllm.py", *CHECKS)
     assert [each["check"] for each in found] == list(CHECKS)
     assert [each for each in found if not each["ok"]] == []
+
+
+def check_soak(seconds: int) -> dict[str, Any]:
+    """Run hours of load with faults; nothing is lost, and nothing grows from one life of an engine to the next."""
+    *lives, found = run_in_vllm("soak.py", str(seconds), timeout_s=10_000)
+    assert found["ok"], found
+    assert (found["lost"], found["wrong"]) == (0, 0)
+    assert found["failed_plugins"] == found["lives"] // 2
+    for fault in ("aborted", "sent_again", "lost_messages"):
+        assert found[fault] > 0, fault
+    assert max(each["most_pinned"] for each in lives) <= 450  # 0.9 of the pool
+    assert any(each["pins_total"].get("used") for each in lives)
+    return found
+
+
+@pytest.mark.timeout(1200)
+def test_load_with_faults(vllm: None) -> None:
+    """Clients leave, messages are lost, the cache is reset, the plugin fails, engines start anew: nothing is lost."""
+    check_soak(240)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(11_000)
+def test_three_hours_with_faults(vllm: None) -> None:
+    """The same for three hours of virtual time: nothing grows."""
+    found = check_soak(10_800)
+    assert found["resets"] > 0
+    third = len(found["objects"]) // 3
+    assert found["objects"][-1] < 1.1 * max(found["objects"][:third])
+    assert found["resident_kib"][-1] < 1.1 * found["resident_kib"][third]
 
 
 @pytest.mark.nightly

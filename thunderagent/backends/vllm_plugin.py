@@ -27,6 +27,7 @@ CHUNKS: Final = ("whole", "bounded", "shrunk")
 
 MOST_LEVELS_COUNT: Final = 16
 MOST_WORD_CHARACTERS: Final = 40
+MOST_REASON_CHARACTERS: Final = 200
 MOST_COUNT: Final = 1e15
 
 
@@ -42,6 +43,8 @@ class PluginReport:
     version: str = ""
     vllm_version: str = ""
     mode: str = ""
+    why_not: str = ""
+    """Why vLLM's own scheduler runs in its place, if that was so from the start."""
     total_blocks_count: int | None = None
     free_blocks_count: int | None = None
     pinned_blocks_count: int | None = None
@@ -95,6 +98,7 @@ def report_of(reports: Sequence[PluginReport], rank_id: int | None) -> PluginRep
         first.version,
         first.vllm_version,
         first.mode,
+        next((each.why_not for each in reports if each.why_not), ""),
         _sum(each.total_blocks_count for each in reports),
         _sum(each.free_blocks_count for each in reports),
         _sum(each.pinned_blocks_count for each in reports),
@@ -128,6 +132,7 @@ def _report(rank: Mapping[str, Any], whole: Mapping[str, Any]) -> PluginReport:
         version=_word(rank.get("version")),
         vllm_version=_word(rank.get("vllm")),
         mode=_word(rank.get("mode")),
+        why_not=_word(rank.get("why_not"), MOST_REASON_CHARACTERS),
         total_blocks_count=_count(blocks.get("total")),
         free_blocks_count=_count(blocks.get("free")),
         pinned_blocks_count=_count(blocks.get("pinned")),
@@ -151,8 +156,8 @@ def _count(value: Any) -> int | None:
     return int(value) if _is_number(value) else None
 
 
-def _word(value: object) -> str:
-    return value[:MOST_WORD_CHARACTERS] if isinstance(value, str) else ""
+def _word(value: object, most_characters: int = MOST_WORD_CHARACTERS) -> str:
+    return value[:most_characters] if isinstance(value, str) and value.isprintable() else ""
 
 
 def _counts(said: Any, names: Iterable[str]) -> dict[str, int]:

@@ -326,7 +326,8 @@ def _plugin(engine: Engine) -> Iterator[Finding]:
     version = f"thunderagent-vllm {said.version}".strip()
     known = f"{version}, protocol {said.protocol}" + (f", vLLM {said.vllm_version}" if said.vllm_version else "")
     if not said.is_on:
-        text = f"Its half is there ({known}), but off: vLLM's own order applies."
+        why = f": {said.why_not}" if said.why_not else ""
+        text = f"Its half is there ({known}), but off: vLLM's own order applies{why}."
         yield warning(check, name, text, "see the engine's log for the reason; the setting mode turns it off, too")
     elif engine.is_told is False:
         remedy = "upgrade the proxy, or see its log for engine_plugin; `engine_plugin false` turns its half off"

@@ -11,6 +11,7 @@ from typing import Any
 
 from harness import SHARED_TOKENS, Engine, Front, run_load
 
+from thunderagent.policy_loader import load_policy
 from thunderagent.programs.messages import (
     Decision,
     Event,
@@ -27,7 +28,6 @@ from thunderagent.programs.messages import (
     TurnStarted,
     WorkPolled,
 )
-from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.scheduler import Scheduler
 
 REPLICA_ID = "replica"
@@ -48,10 +48,10 @@ class _Turn:
 class Proxy(Front):
     """Lets turns in as the proxy does; an engine with the plugin is told what the proxy tells it."""
 
-    def __init__(self, engine: Engine, *, told_ratio: float = 1.0, **settings: Any) -> None:
+    def __init__(self, engine: Engine, *, policy: str = "breakeven", told_ratio: float = 1.0, **settings: Any) -> None:
         """`told_ratio` is the capacity that the engine tells beside the one that it has; others are the policy's."""
         super().__init__(engine, told=engine.settings is not None)
-        self.scheduler = Scheduler(BreakEven(**settings))
+        self.scheduler = Scheduler(load_policy(policy, settings))
         self.turns: dict[str, _Turn] = {}
         self.request_ids: dict[int, str] = {}
         self.capacity_tokens = int(told_ratio * engine.blocks * engine.block_tokens)
@@ -73,7 +73,8 @@ class Proxy(Front):
                 request_id = self.request_ids[decision.turn_id]
                 turn = self.turns[request_id]
                 hold_s = HOLD_S if self.told else None
-                self.engine.add(request_id, turn.tokens, turn.output, turn.program_id, hold_s=hold_s)
+                priority = decision.engine_priority or 0
+                self.engine.add(request_id, turn.tokens, turn.output, turn.program_id, priority, hold_s)
             elif isinstance(decision, (Pause, Release)):
                 ops.append(["pause" if isinstance(decision, Pause) else "release", decision.program_id])
         if ops and self.told:
@@ -159,6 +160,6 @@ class Proxy(Front):
 
 def run_arm(model: str, arm: dict[str, Any], count: int, seed: int) -> dict[str, float]:
     """Return the figures of an arm: `plugin` has the plugin's settings, `proxy` those of the proxy."""
-    engine = Engine(model, arm.get("plugin"))
+    engine = Engine(model, arm.get("plugin"), policy="priority" if "proxy" in arm else "fcfs")
     front = Proxy(engine, **arm["proxy"]) if "proxy" in arm else Front(engine, told=arm.get("told", False))
     return run_load(engine, count, seed, front=front, strangers_s=arm.get("strangers_s", 0.0))

@@ -13,6 +13,7 @@ import os
 import random
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,15 +42,24 @@ init_none_hash(HASH)
 _CONFIGS: dict[Any, Any] = {}
 
 
-def config_of(model: str, blocks: int, block_tokens: int, budget: int, caching: bool, policy: str, seqs: int) -> Any:
-    key = (model, blocks, block_tokens, budget, caching, policy, seqs)
+def config_of(
+    model: str,
+    blocks: int,
+    block_tokens: int,
+    budget: int,
+    caching: bool,
+    policy: str,
+    seqs: int,
+    max_model_len: int = 8192,
+) -> Any:
+    key = (model, blocks, block_tokens, budget, caching, policy, seqs, max_model_len)
     if key not in _CONFIGS:
         made = EngineArgs(
             model=model,
             dtype="float32",
             enforce_eager=True,
             block_size=block_tokens,
-            max_model_len=8192,
+            max_model_len=max_model_len,
             max_num_batched_tokens=budget,
             max_num_seqs=seqs,
             num_gpu_blocks_override=blocks,
@@ -73,6 +83,7 @@ class Engine:
     caching: bool = True
     policy: str = "fcfs"
     seqs: int = 256
+    max_model_len: int = 8192
     is_async: bool = False
     now_s: float = 0.0
     step_hook: Any = None
@@ -89,7 +100,14 @@ class Engine:
 
     def __post_init__(self) -> None:
         config = config_of(
-            self.model, self.blocks, self.block_tokens, self.budget, self.caching, self.policy, self.seqs
+            self.model,
+            self.blocks,
+            self.block_tokens,
+            self.budget,
+            self.caching,
+            self.policy,
+            self.seqs,
+            self.max_model_len,
         )
         spec = FullAttentionSpec(
             block_size=self.block_tokens, num_kv_heads=1, head_size=1, dtype=__import__("torch").float32
@@ -122,7 +140,11 @@ class Engine:
         program: str | None = None,
         priority: int = 0,
         hold_s: float | None = None,
+        block_hasher: Callable[[Request], list[Any]] | None = None,
     ) -> Request:
+        """Add a request; blocks are hashed by their tokens, unless a hasher is given."""
+        if block_hasher is None:
+            block_hasher = get_request_block_hasher(self.block_tokens, HASH)
         extra = None if hold_s is None else {"thunderagent_hold_s": hold_s}
         parameters = SamplingParams(
             max_tokens=output, min_tokens=output, ignore_eos=True, temperature=0, extra_args=extra
@@ -135,7 +157,7 @@ class Engine:
             arrival_time=self.now_s,
             priority=priority,
             session_id=program,
-            block_hasher=get_request_block_hasher(self.block_tokens, HASH) if self.caching else None,
+            block_hasher=block_hasher if self.caching else None,
         )
         self.scheduler.add_request(request)
         return request

@@ -324,3 +324,45 @@ def test_settings_are_read_leniently() -> None:
     bad = {"preset": "x", "quanta": 1, "mode": "maybe", "hold_s": "9", "pin_share": 2, "level_count": 0, "none": 1}
     assert read_settings({**bad, "promote_s": 0, "starve_s": float("inf"), "order": False}) == Settings(order=False)
     assert read_settings({"hold_s": 10, "level_count": 5.0}) == Settings(hold_s=10.0, level_count=5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "stale_after_s"),
+    [({}, 3.0), ({"stale_gaps": 2.0}, 2.0), ({"stale_s": 1.5}, 1.5), ({"stale_gaps": 0.0}, 5.0)],
+)
+def test_when_a_program_counts_as_gone_is_learned_from_those_that_come_back(
+    settings: dict[str, Any], stale_after_s: float
+) -> None:
+    made = agents(**settings)
+    now_s = 0.0
+    for number in range(12):
+        made.arrived(f"r{number}", "a", 10, None, now_s)
+        made.started(f"r{number}", now_s, is_reading=False)
+        made.ended(f"r{number}", 5, [1, 2], now_s + 1.0)
+        now_s += 2.0  # it is gone for a second each time
+    ended_s = now_s - 1.0
+    made.arrived("newer", "b", 10, None, now_s)
+
+    def may_be_taken(after_s: float) -> bool:
+        return made.pins_to_take("newer", ended_s + after_s, is_running=False, runs_any=True) == ["a"]
+
+    assert not may_be_taken(stale_after_s - 0.01)
+    assert may_be_taken(stale_after_s)
+
+
+def test_few_returns_teach_nothing_and_a_hold_that_was_asked_for_counts() -> None:
+    made = agents()
+    for number, hold_s in enumerate((None, None, 20.0)):
+        made.arrived(f"r{number}", "a", 10, hold_s, number)
+        made.started(f"r{number}", number, is_reading=False)
+        made.ended(f"r{number}", 5, [1, 2], number + 0.5)
+        taken_after_s = 20.0 if hold_s else 5.0
+        assert not made.pins.candidates(None, 9, number + 0.49 + taken_after_s)
+        assert made.pins.candidates(None, 9, number + 0.5 + taken_after_s) == ["a"]
+
+
+def test_preset_mars_has_none_of_this_projects_own_rules() -> None:
+    made = read_settings({"preset": "mars"})
+    assert (made.room_turns, made.starve_rounds, made.stale_gaps) == (0.0, 0.0, 0.0)
+    assert made.stale_s >= made.hold_s  # no pin is stale before it is over
+    assert (made.quanta, made.largest_first, made.shrink_floor) == (True, True, 0.0)

@@ -40,13 +40,34 @@ GENERATES = -1
 """Stands for the level of a call that generates, in the choice of a victim: it goes last."""
 
 
+LEARNED_COUNT = 10
+"""Programs that came back, from which on their times count."""
+
+
+class Mean:
+    """The mean of about the last hundred values."""
+
+    __slots__ = ("count", "value")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.value = 0.0
+
+    def add(self, value: float) -> None:
+        """Count a value."""
+        self.count = min(100, self.count + 1)
+        self.value += (value - self.value) / self.count
+
+
 class Program:
     """What is known of a program."""
 
-    __slots__ = ("birth", "block_count", "service", "turn_count")
+    __slots__ = ("birth", "block_count", "left_s", "service", "turn_count")
 
     def __init__(self, birth: int) -> None:
         self.birth = birth
+        self.left_s: float | None = None
+        """When its last call ended by itself; None while one is here."""
         self.turn_count = 0
         self.block_count = 0
         self.service = Service()
@@ -103,8 +124,8 @@ class Agents:
         self._begun_s = math.inf
         self._ends = Service()
         self._starve_s = settings.starve_s
-        self._growth_blocks = 0.0
-        self._growth_count = 0
+        self._growth_blocks = Mean()
+        self._gap_s = Mean()
         self._block_tokens = block_tokens
         self._budget_tokens = budget_tokens
         self._given_tokens = 0
@@ -124,6 +145,9 @@ class Agents:
         tokens = max(uncached_tokens, served_tokens)
         call.base_level = call.level_now = level_of(tokens, settings.first_level_tokens, settings.level_count)
         program.turn_count += 1
+        if program.left_s is not None:
+            self._gap_s.add(min(now_s - program.left_s, settings.stale_s))
+            program.left_s = None
         self.calls[request_id] = call
         return call
 
@@ -185,7 +209,8 @@ class Agents:
         if hold_s <= 0:
             self.pins.drop(program_id, "released")
             return False
-        stale_s = now_s + (hold_s if call.hold_s is not None else self.settings.stale_s)
+        program.left_s = now_s
+        stale_s = now_s + (hold_s if call.hold_s is not None else self._stale_s())
         came_back = program.turn_count > 1 or call.hold_s is not None  # who is told to hold knows that it comes back
         pin = Pin(program.birth, blocks, now_s, stale_s, now_s + hold_s, came_back=came_back)
         return self.pins.keep(program_id, pin)
@@ -321,7 +346,7 @@ class Agents:
             return 0
         takeable_count = len(self.pins.candidates(None, call.program.birth, now_s))
         here_count = running_count + len(self.pins) - takeable_count
-        return int(settings.room_turns * self._growth_blocks * here_count)
+        return int(settings.room_turns * self._growth_blocks.value * here_count)
 
     def victim_key(self, request_id: str, priority: int, block_count: int, arrival_s: float) -> tuple[Any, ...]:
         """Return how soon a running request is preempted: the greatest first."""
@@ -336,12 +361,17 @@ class Agents:
         return len(self._programs)
 
     def _grew(self, program: Program, block_count: int) -> None:
-        """Learn by how many blocks a turn makes a program grow, in the mean of about the last hundred."""
+        """Learn by how many blocks a turn makes a program grow."""
         if program.block_count:
-            self._growth_count = min(100, self._growth_count + 1)
-            growth_blocks = max(0, block_count - program.block_count)
-            self._growth_blocks += (growth_blocks - self._growth_blocks) / self._growth_count
+            self._growth_blocks.add(max(0, block_count - program.block_count))
         program.block_count = block_count
+
+    def _stale_s(self) -> float:
+        """Return how long a program may be gone until most that are gone for so long do not come back."""
+        settings = self.settings
+        if not settings.stale_gaps or self._gap_s.count < LEARNED_COUNT:
+            return settings.stale_s
+        return min(settings.stale_s, settings.stale_gaps * self._gap_s.value)
 
     def _program(self, program_id: str | None) -> Program:
         if program_id is not None and program_id in self._programs:

@@ -42,6 +42,8 @@ class Settings:
     """How long a pin lasts if nobody says; 0: no pins without a hint."""
     stale_s: float = 5.0
     """A program that is gone for this long loses its pin to anybody who needs the room, unless a hold was asked for."""
+    stale_gaps: float = 3.0
+    """The same after so many times the mean of how long programs are gone that come back. 0: not."""
     largest_first: bool = False
     """Which pins go first: the largest, instead of those of the youngest programs."""
     level_count: int = 4
@@ -54,7 +56,15 @@ class Settings:
     """Divides a program's service before it counts for its level."""
 
 
-MARS = {"quanta": True, "shrink_floor": 0.0, "largest_first": True, "room_turns": 0.0, "starve_rounds": 0.0}
+MARS = {
+    "quanta": True,
+    "shrink_floor": 0.0,
+    "largest_first": True,
+    "room_turns": 0.0,
+    "starve_rounds": 0.0,
+    "stale_gaps": 0.0,
+    "stale_s": HOLD_MOST_S,
+}
 """The preset `mars`: what the paper says, without this project's own choices."""
 
 _MODES = ("on", "watch", "off", "force")

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-TRIED = ((0, 32),)
+TRIED = ((0, 30), (0, 31), (0, 32))
 """Versions of vLLM, as (major, minor), on which the harness and a real engine ran."""
 
 HOOKS = {

@@ -56,6 +56,16 @@ def test_ranks_are_reported_each_and_in_sum() -> None:
 
 
 @pytest.mark.parametrize(
+    ("why_not", "expected"),
+    [("vLLM 0.40.0 was not tried", "vLLM 0.40.0 was not tried"), ("x" * 500, "x" * 200), ("\x1b[2J", ""), (7, "")],
+)
+def test_why_it_is_off_is_told_in_bounded_and_printable_words(why_not: object, expected: str) -> None:
+    """They go to terminals and logs."""
+    reports = _read({**RANK, "on": False, "ranks": [{**RANK, "on": False}, {**RANK, "on": False, "why_not": why_not}]})
+    assert report_of(reports, 1).why_not == report_of(reports, None).why_not == expected
+
+
+@pytest.mark.parametrize(
     "said",
     [
         {"protocol": 1, "on": True},

@@ -108,6 +108,7 @@ class PluginReport(Report):
     version: str
     vllm_version: str
     mode: str = Field(description="on, or watch: it only counts")
+    why_not: str = Field(description="why vLLM's own scheduler was started in its place; empty: it was not")
     total_blocks_count: int | None
     free_blocks_count: int | None
     pinned_blocks_count: int | None = Field(description="held for programs whose tools run")

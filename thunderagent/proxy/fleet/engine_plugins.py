@@ -327,7 +327,9 @@ class EnginePlugins:
         whole, was_on, is_new = report_of(reports, None), replica_id in self.on_ids, not engine.reports
         self._set(engine, reports)
         if is_new or whole.is_on != was_on:
-            words = {"protocol": whole.protocol, "version": whole.version, "vllm": whole.vllm_version}
+            words: dict[str, Any] = {"protocol": whole.protocol, "version": whole.version, "vllm": whole.vllm_version}
+            if whole.why_not:
+                words["why"] = whole.why_not
             (log.info if whole.is_on else log.warning)("engine_plugin", replica_id=replica_id, on=whole.is_on, **words)
         engine.is_failing = False
         if not self._is_observing:
