@@ -30,7 +30,14 @@ from random import Random
 from thunderagent.programs.messages import TurnAsk, TurnEnd
 from thunderagent.programs.model.decisions import Decision, Grant, Pause, Reject, Release, Restore
 from thunderagent.programs.model.events import Event, ProgramJudged, ProgramReleased, Tick, TurnProgressed, TurnStarted
-from thunderagent.programs.model.fleet_events import ReplicaDown, ReplicaPolled, ReplicaUp, TierPolled, TurnLimited
+from thunderagent.programs.model.fleet_events import (
+    ReplicaDown,
+    ReplicaPolled,
+    ReplicaUp,
+    TierPolled,
+    TurnLimited,
+    WorkPolled,
+)
 from thunderagent.programs.model.places import Status
 from thunderagent.programs.policy import Policy
 from thunderagent.programs.scheduler import Scheduler
@@ -461,6 +468,17 @@ class Simulation:
             if scenario.engine.tier_block_count:
                 told = TierPolled(event.now_s, replica_id, reading.tier_query_tokens, reading.tier_hit_tokens)
                 self._agenda.at(event.now_s, partial(self._poll_comes, told))
+            if scenario.tells_work and self._agenda.now_s:
+                work = WorkPolled(
+                    event.now_s,
+                    replica_id,
+                    reading.computed_tokens,
+                    reading.generated_tokens,
+                    reading.iteration_count,
+                    reading.preemption_count,
+                    event.age_s,
+                )
+                self._agenda.at(event.now_s, partial(self._poll_comes, work))
         self._agenda.after(scenario.poll_interval_s, partial(self._poll, replica_id))
 
     def _poll_answers(self) -> bool:
@@ -490,7 +508,7 @@ class Simulation:
             age_s,
         )
 
-    def _poll_comes(self, event: ReplicaPolled | TierPolled) -> None:
+    def _poll_comes(self, event: ReplicaPolled | TierPolled | WorkPolled) -> None:
         if self._replicas[event.replica_id].up:
             self._dispatch(event)
 
