@@ -29,7 +29,7 @@ from benchmarks.machine import ROOT, save_results
 from benchmarks.world_cells import H1_LOAD, STANDARD, TELLS_NOTHING, mocker, real_engine
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.learned.price import MEASURED
-from thunderagent.programs.messages import Event, ReplicaPolled, TurnEnd
+from thunderagent.programs.messages import Event, TurnEnd
 from thunderagent.simulator.commands.compare import names
 from thunderagent.simulator.comparison.processes import GoOn
 from thunderagent.simulator.engine.records import EngineConfig
@@ -108,7 +108,7 @@ def learned_prices(task: Task, go_on: GoOn = lambda: None) -> Figures:
     load, context_tokens = LOADS[kind.load]
     kv_tokens = max(3 * context_tokens, int(task.programs_count * context_tokens * task.memory_ratio))
     engine = kind.engine(kv_tokens)
-    tells = {} if kind.tells_counters else TELLS_NOTHING
+    tells = {"engine_tells_work": True} if kind.tells_counters else TELLS_NOTHING
     scenario = Scenario(
         engine,
         programs_count=task.programs_count,
@@ -118,23 +118,12 @@ def learned_prices(task: Task, go_on: GoOn = lambda: None) -> Figures:
         **tells,
     )
     simulation = Simulation(scenario, load, load_policy("passthrough", {}), on_progress=lambda _: go_on())
-    handle, ended_count, contexts_tokens, before = simulation.handle, 0, 0, [0, 0, 0, 0]
+    handle, ended_count, contexts_tokens = simulation.handle, 0, 0
     scheduler, found = simulation.scheduler, Figures()
-
-    def counters_come(replica_id: str) -> None:
-        """Tell what the engine counted since the last poll: the simulator's polls leave that out."""
-        stats = simulation._replicas[replica_id].stats  # noqa: SLF001 - nothing else shows it
-        counted = [stats.computed_tokens, stats.generated_tokens, stats.iteration_count, stats.preemption_count]
-        *work, preempted_count = [now - then for now, then in zip(counted, before, strict=True)]
-        before[:] = counted
-        busy_s = scheduler.replicas[replica_id].account.busy_s
-        scheduler.knowledge.prices.work_polled(replica_id, busy_s, *work, is_whole=not preempted_count)
 
     def watch(event: Event):  # type: ignore[no-untyped-def]
         nonlocal ended_count, contexts_tokens
         decisions = handle(event)
-        if isinstance(event, ReplicaPolled) and kind.tells_counters:
-            counters_come(event.replica_id)
         if isinstance(event, TurnEnd) and event.outcome == "finished":
             ended_count += 1
             contexts_tokens += event.prompt_tokens or 0

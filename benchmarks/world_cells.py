@@ -109,12 +109,18 @@ TELLS_NOTHING: dict[str, Any] = {"engine_tells_counters": False, "bytes_per_toke
 """No metrics: an operator gave the capacity. Answers say what was cached. Prompts are of numbered words."""
 
 
+def _tells_work(engine: EngineConfig) -> bool:
+    """Return whether such an engine counts what its iterations compute: all but the mocker."""
+    return engine.timing.name != "mocker"
+
+
 def _closed(engine: EngineConfig, count: int, seconds: float, **changes: Any) -> Scenario:
+    changes = {"engine_tells_work": _tells_work(engine), **changes}
     return Scenario(engine=engine, programs_count=count, horizon_s=seconds + 60.0, warmup_s=60.0, **changes)
 
 
 def _batch(engine: EngineConfig, count: int, **changes: Any) -> Scenario:
-    changes = {"replica_count": 2, **changes}
+    changes = {"replica_count": 2, "engine_tells_work": _tells_work(engine), **changes}
     return Scenario(engine=engine, loop="batch", programs_count=count, horizon_s=LONGEST_BATCH_S, **changes)
 
 

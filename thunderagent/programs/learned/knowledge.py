@@ -231,7 +231,7 @@ class Knowledge:
 
         That is the lower end of the price: what is held for a guess is missing for everybody else.
         """
-        prefill_token_s = self.prices.of(replica_id).low_token_s
+        prefill_token_s = self.prices.of(replica_id).least_token_s
         return self.tiers.lost_token_s(replica_id, prefill_token_s) if self.tiers.by_replica else prefill_token_s
 
     def break_even_s(self, replica_id: str | None, memory_tokens: float) -> float:
@@ -264,7 +264,7 @@ class Knowledge:
                 corrected_ratio=1.0 if correction is None else correction.ratio,
                 own_ratio=account.own_ratio,
                 reserve_tokens=self._turn_tokens,
-                most_token_s=price.high_token_s if self._rules.adapt_capacity else inf,
+                most_token_s=price.most_token_s if self._rules.adapt_capacity else inf,
             )
             self._plans[replica_id] = (now_s + REFRESH_S, plan)
         return plan

@@ -24,6 +24,13 @@ fitted under two assumptions, that it generated as fast as the prices say, or no
 where they disagree, the interval covers both. The same is done with what an engine does not say: of a prompt with an
 unknown cached part, only what its branch sent for the first time was computed for certain.
 
+Where turns wait inside of an overloaded engine, a stay is mostly what others computed before, and when that was is
+uncertain for whole answers. But what all turns *together* computed until the end of each is known up to those in
+flight then, which are about as many at any time. So besides, the time in which the engine was busy until each end is
+fitted by what was computed and generated until then. Such sums err together for as long as turns overlap, so their
+interval follows from the errors' sums over that long (Newey and West); it is narrow where stays tell little, and wide
+where the engine waits for programs.
+
 The least squares are robust (Huber), and no price is negative. The interval is that of the residuals, with as many
 independent values as turns do not overlap; so it is wide where prompts hardly vary, and its lower end 0 where nothing
 is known. Where an engine counts what it computes and its iterations, the times between some polls are rows of the same
@@ -58,6 +65,9 @@ MOST_KEPT_COUNT: Final = 1024
 FIRST_FIT_COUNT: Final = 16
 """Turns before the first fit, and between fits at first; an eighth of those that are remembered, if that is more."""
 
+SUMS_COUNT: Final = 8
+"""Turns between fits of sums at first; an eighth of those that are remembered, if that is more."""
+
 LATER_FIT_COUNT: Final = 64
 LATER_FIT_S: Final = 15.0
 """Turns and time between two fits once `KEPT_COUNT` are remembered: a fit takes some 10 ms."""
@@ -86,6 +96,12 @@ WIDE_RATIO: Final = 1.5
 
 SIZED_FIT_COUNT: Final = 128
 """Turns from which on what is generated may count by the size of its context: before, contexts hardly differ."""
+
+CLOSE_RATIO: Final = 0.5
+"""Sums count if the price that follows from them is known to this part of it."""
+
+MOST_LAGS_COUNT: Final = 64
+"""Over how many turns sums err together at most."""
 
 SHORT_TOKENS: Final = 4
 """The time in which an answer of no more tokens was generated says little."""
@@ -155,21 +171,26 @@ class Price:
     __slots__ = (
         "_busy_s",
         "_by_counters",
+        "_by_sums",
         "_by_turns",
         "_counted",
         "_ended_count",
         "_fits",
         "_fitted_s",
         "_forgotten_s",
+        "_most_token_s",
         "_polls",
         "_polls_since_fit",
         "_polls_to_skip",
         "_since_fit",
         "_turns",
+        "cautious_token_s",
         "high_token_s",
         "is_measured",
         "iteration_s",
+        "least_token_s",
         "low_token_s",
+        "most_token_s",
         "sequence_s",
         "source",
         "token_s",
@@ -182,6 +203,14 @@ class Price:
         self.low_token_s = 0.0
         self.high_token_s = inf
         """Its interval."""
+        self.cautious_token_s = 0.0
+        """What a decision may count on: the lower end of what turns or counters tell, but at least half of that; 0 if
+        unknown. Where an engine is overloaded the interval reaches down to 0 for long. Whoever then holds nothing keeps
+        the engine overloaded.
+        """
+        self.least_token_s = 0.0
+        self.most_token_s = inf
+        """The interval that turns or counters tell: decisions count on its ends, and not on what sums add."""
         self.iteration_s = 0.0
         """Seconds for each iteration, whatever it computes; 0 until known."""
         self.sequence_s = 0.0
@@ -197,6 +226,9 @@ class Price:
         self._fits: list[Fit] = []
         """The last ones, one for each assumption."""
         self._by_turns: Bounds | None = None
+        self._by_sums: Bounds | None = None
+        self._most_token_s = inf
+        """What a token cost if nothing but prompts took time: all together, and the quickest turn's."""
         self._polls: deque[list[float]] = deque(maxlen=KEPT_COUNT)
         """What the engine did while some turns ended, and how long it was busy."""
         self._by_counters: Bounds | None = None
@@ -210,15 +242,6 @@ class Price:
         """Return what part of an iteration with that many sequences is spent whether they are there or not."""
         whole_s = self.iteration_s + self.sequence_s * sequences_count
         return self.iteration_s / whole_s if whole_s > 0 else 0.0
-
-    @property
-    def cautious_token_s(self) -> float:
-        """What a decision may count on: the lower end of the interval, but at least half of the estimate; 0 if unknown.
-
-        Where an engine is overloaded the interval reaches down to 0 for long. Whoever then holds nothing keeps the
-        engine overloaded.
-        """
-        return max(self.low_token_s, self.token_s / 2) if self.is_measured else 0.0
 
     @property
     def turn_count(self) -> int:
@@ -257,6 +280,9 @@ class Price:
         if is_due:
             self._since_fit, self._fitted_s = 0, turn.ended_s
             self._fit(others_count)
+        elif self._fits and len(turns) < KEPT_COUNT and self._since_fit == max(SUMS_COUNT, len(turns) // 16):
+            self._sum_up(list(turns))
+            self._choose()
         return is_due
 
     def export(self, replica_id: str) -> ReplicaPriceRecord:
@@ -283,6 +309,7 @@ class Price:
         self.token_s, self.low_token_s, self.high_token_s = record.token_s, record.low_token_s, record.high_token_s
         self.iteration_s, self.sequence_s, self.source = record.iteration_s, record.sequence_s, record.source
         self.is_measured = True
+        self._decide()
 
     def _fit(self, others_count: int) -> None:
         turns = list(self._turns)
@@ -309,7 +336,20 @@ class Price:
             for sized in kinds
         ]
         self._fits = [fit for fits in by_kind for fit in fits]
+        self._sum_up(turns)
         self._say(min(by_kind, key=_least_error_of))
+
+    def _sum_up(self, turns: list[SeenTurn]) -> None:
+        """Fit what all turns together took, if some answers came whole."""
+        self._by_sums, self._most_token_s = None, inf
+        if not any(turn.first_s < 0 for turn in turns):
+            return
+        busy_s = busy_until_ends(turns)
+        if busy_s[-1] <= 0:
+            return
+        alone_s = _quantile([(turn.ended_s - turn.granted_s) / turn.least_tokens for turn in turns], 0.02)
+        self._most_token_s = min(alone_s, busy_s[-1] / sum([turn.least_tokens for turn in turns]))
+        self._by_sums = by_sums(turns, busy_s)
 
     def _say(self, fits: list[Fit]) -> None:
         """Combine what follows from the assumptions."""
@@ -358,24 +398,52 @@ class Price:
         self._polls_to_skip = max(self._polls_to_skip, polls_count)
 
     def _choose(self) -> None:
-        """Say what follows from turns or from counters, whichever is known more closely."""
+        """Say what follows from turns or from counters, whichever is known more closely; sums sharpen it."""
         known = [each for each in (self._by_counters, self._by_turns) if each is not None]
         if not known:
             return
         best = min(known, key=_width_of)
         token_s, self.low_token_s, self.high_token_s = best.token_s, max(0.0, best.low_token_s), best.high_token_s
         for each in known:  # both miss something if they contradict each other
-            if each.low_token_s > best.high_token_s:
-                self.high_token_s = each.high_token_s
-            elif each.high_token_s < best.low_token_s:
-                self.low_token_s = max(0.0, each.low_token_s)
+            self._cover(best, each)
         if token_s < best.error_token_s:  # it might as well be 0: nothing is known
             token_s = max(self.low_token_s, min(FIRST_TOKEN_S, self.high_token_s))
+        self._set(token_s)
+        self.iteration_s, self.sequence_s, self.source = best.iteration_s, best.sequence_s, best.source
+        self.is_measured = True
+        self._decide()
+        if self._most_token_s < inf:
+            self._sharpen(best)
+
+    def _decide(self) -> None:
+        """Let decisions count on the present interval."""
+        self.least_token_s, self.most_token_s = self.low_token_s, self.high_token_s
+        self.cautious_token_s = max(self.low_token_s, self.token_s / 2)
+
+    def _sharpen(self, best: Bounds) -> None:
+        """Say what sums tell, if that is closer; `best` is what turns or counters tell."""
+        sums = self._by_sums
+        if sums is not None and _width_of(sums) < _width_of(best):
+            self.low_token_s, self.high_token_s = sums.low_token_s, sums.high_token_s
+            self._cover(sums, best)
+            best = sums
+        token_s, self.high_token_s = best.token_s, min(self.high_token_s, self._most_token_s)
+        if best.low_token_s <= 0:  # only an upper end is known: what was computed at an unknown time lowers the price
+            token_s = max(token_s, min(self._most_token_s / 2, self.high_token_s))
+        self._set(token_s)
+
+    def _cover(self, best: Bounds, other: Bounds) -> None:
+        """Have the interval of `best` cover another that contradicts it."""
+        if other.low_token_s > best.high_token_s:
+            self.high_token_s = other.high_token_s
+        elif other.high_token_s < best.low_token_s:
+            self.low_token_s = max(0.0, other.low_token_s)
+
+    def _set(self, token_s: float) -> None:
+        """Set the estimate, which is within its interval."""
         self.token_s = max(LEAST_TOKEN_S, min(token_s, MOST_TOKEN_S))
         self.low_token_s = min(self.low_token_s, self.token_s)
         self.high_token_s = max(self.high_token_s, self.token_s)
-        self.iteration_s, self.sequence_s, self.source = best.iteration_s, best.sequence_s, best.source
-        self.is_measured = True
 
 
 class Bounds:
@@ -501,6 +569,8 @@ class Prices:
         others.token_s, others.iteration_s, others.sequence_s = middle.token_s, middle.iteration_s, middle.sequence_s
         others.low_token_s = min([each.low_token_s for each in known]) / SIBLING_RATIO
         others.high_token_s = max([each.high_token_s for each in known]) * SIBLING_RATIO
+        others.least_token_s = min([each.least_token_s for each in known]) / SIBLING_RATIO
+        others.most_token_s = max([each.most_token_s for each in known]) * SIBLING_RATIO
         others.source = SIBLINGS
 
 
@@ -742,6 +812,79 @@ class DecodeClock:
     def at(self, time_s: float) -> float:
         """Return what the clock shows."""
         return time_s - 0.98 * self._busy.at(time_s)
+
+
+def by_sums(turns: list[SeenTurn], busy_s: list[float]) -> Bounds | None:
+    """Return the price by which all turns together took as long as they did; None if that says nothing.
+
+    `turns` are in the order of their ends, until each of which some were in flight for `busy_s`. Cost: O(n · overlap).
+    """
+    rows: list[list[float]] = []
+    computed_tokens = output_tokens = 0.0
+    for turn in turns:
+        if turn.least_tokens < turn.computed_tokens or turn.loaded_tokens:
+            return None
+        computed_tokens += turn.computed_tokens
+        output_tokens += turn.output_tokens
+        rows.append([1.0, computed_tokens, output_tokens])
+    squares, products = _normal(rows, busy_s, [1.0] * len(rows))
+    before_s, token_s, output_s = not_negative(squares, products)
+    if not token_s:
+        return None
+    if not output_s:
+        rows = [row[:2] for row in rows]
+        squares = [row[:2] for row in squares[:2]]
+    scales = [sqrt(squares[index][index]) for index in range(len(squares))]
+    matrix = [
+        [squares[i][j] / scales[i] / scales[j] + (1e-9 if i == j else 0.0) for j in range(len(scales))]
+        + [1.0 / scales[1] if i == 1 else 0.0]
+        for i in range(len(scales))
+    ]
+    shares = [value / scale for value, scale in zip(_eliminated(matrix), scales, strict=True)]
+    effects: list[float] = []
+    """By how much the error of each row moves the price."""
+    for row, time_s in zip(rows, busy_s, strict=True):
+        expected_s = before_s + token_s * row[1] + (output_s * row[2] if output_s else 0.0)
+        effects.append((time_s - expected_s) * sum([share * amount for share, amount in zip(shares, row, strict=True)]))
+    free_ratio = len(rows) / max(1, len(rows) - len(scales))
+    sure_s = SURE_RATIO * sqrt(free_ratio) * _error_of_sum(effects, int(_overlap(turns, list(range(len(turns))))))
+    if sure_s > token_s * CLOSE_RATIO:
+        return None
+    error_s = sure_s / SURE_RATIO
+    return Bounds(token_s, token_s - sure_s, token_s + sure_s, error_s, 0.0, output_s, TURNS)
+
+
+def busy_until_ends(turns: list[SeenTurn]) -> list[float]:
+    """Return for how long any of the turns was in flight until the end of each; they are in the order of their ends."""
+    begins_s = sorted([(turn.granted_s, turn.ended_s) for turn in turns])
+    found: list[float] = []
+    spans: list[tuple[float, float]] = []
+    for begin_s, end_s in begins_s:
+        if spans and begin_s <= spans[-1][1]:
+            if end_s > spans[-1][1]:
+                spans[-1] = (spans[-1][0], end_s)
+        else:
+            spans.append((begin_s, end_s))
+    index, past_s = 0, 0.0
+    for turn in turns:
+        while spans[index][1] < turn.ended_s:
+            past_s += spans[index][1] - spans[index][0]
+            index += 1
+        found.append(past_s + turn.ended_s - spans[index][0])
+    return found
+
+
+def _error_of_sum(effects: list[float], overlap_count: int) -> float:
+    """Return the standard error of a sum whose parts err alike over so many of them, by Bartlett's weights."""
+    count = len(effects)
+    lags_count = min(count // 4, max(2, overlap_count), MOST_LAGS_COUNT)
+    variance = sum([each * each for each in effects])
+    for lag in range(1, lags_count + 1):
+        together = 0.0
+        for index in range(lag, count):
+            together += effects[index] * effects[index - lag]
+        variance += 2.0 * (1.0 - lag / (lags_count + 1)) * together
+    return sqrt(max(0.0, variance))
 
 
 def not_negative(squares: list[list[float]], products: list[float]) -> list[float]:

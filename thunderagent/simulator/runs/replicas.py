@@ -42,7 +42,8 @@ class Reading:
     """The result of a poll; hits, queries and preemptions since the previous poll, or since the engine came up.
 
     `hit_ratio` is by tokens; None without lookups. `query_tokens` were looked up. `tier_query_tokens` were not in the
-    pool, and looked up in the tier behind it; `tier_hit_tokens` were found there.
+    pool, and looked up in the tier behind it; `tier_hit_tokens` were found there. In `iteration_count` iterations
+    `computed_tokens` of prompts and `generated_tokens` were computed.
     """
 
     capacity_tokens: int
@@ -53,6 +54,9 @@ class Reading:
     waiting_count: int
     tier_query_tokens: int = 0
     tier_hit_tokens: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    iteration_count: int = 0
 
 
 class SimulatedReplica:
@@ -112,6 +116,9 @@ class SimulatedReplica:
             waiting_count=stats.waiting_count,
             tier_query_tokens=stats.tier_query_tokens - before.tier_query_tokens,
             tier_hit_tokens=stats.tier_hit_tokens - before.tier_hit_tokens,
+            computed_tokens=stats.computed_tokens - before.computed_tokens,
+            generated_tokens=stats.generated_tokens - before.generated_tokens,
+            iteration_count=stats.iteration_count - before.iteration_count,
         )
 
     def drop(self, keys: Sequence[int]) -> None:

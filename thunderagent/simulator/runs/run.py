@@ -47,6 +47,7 @@ from thunderagent.programs.messages import (
     TurnLimited,
     TurnProgressed,
     TurnStarted,
+    WorkPolled,
 )
 from thunderagent.programs.policy import Policy
 from thunderagent.programs.scheduler import Scheduler
@@ -478,6 +479,17 @@ class Simulation:
             if scenario.engine.tier_block_count:
                 told = TierPolled(event.now_s, replica_id, reading.tier_query_tokens, reading.tier_hit_tokens)
                 self._agenda.at(event.now_s, partial(self._poll_comes, told))
+            if scenario.tells_work and self._agenda.now_s:
+                work = WorkPolled(
+                    event.now_s,
+                    replica_id,
+                    reading.computed_tokens,
+                    reading.generated_tokens,
+                    reading.iteration_count,
+                    reading.preemption_count,
+                    event.age_s,
+                )
+                self._agenda.at(event.now_s, partial(self._poll_comes, work))
         self._agenda.after(scenario.poll_interval_s, partial(self._poll, replica_id))
 
     def _poll_answers(self) -> bool:
@@ -507,7 +519,7 @@ class Simulation:
             age_s,
         )
 
-    def _poll_comes(self, event: ReplicaPolled | TierPolled) -> None:
+    def _poll_comes(self, event: ReplicaPolled | TierPolled | WorkPolled) -> None:
         if self._replicas[event.replica_id].up:
             self._dispatch(event)
 

@@ -82,9 +82,11 @@ class Scenario:
     `engine_tells_cached` False is for engines whose usage does not say how much of a prompt was cached, as vLLM's
     without `--enable-prompt-tokens-details`: the scheduler then knows no more than the hit rate of the polls.
     `engine_tells_counters` False is for engines without metrics, whose capacity an operator gave: a poll says nothing
-    else. Of the first `unknown_replica_count` replicas nobody said how much they hold. `answers_whole` is for clients
-    that do not stream: the scheduler hears of a turn when it is granted and when it ends, and of nothing in between.
-    Prompts have `bytes_per_token` bytes a token; with 4, the scheduler's first guess, it estimates each exactly.
+    else. `engine_tells_work` is for engines that count what their iterations compute, as vLLM; SGLang and Dynamo's
+    mocker do not. Of the first `unknown_replica_count` replicas nobody said how much they hold. `answers_whole` is for
+    clients that do not stream: the scheduler hears of a turn when it is granted and when it ends, and of nothing in
+    between. Prompts have `bytes_per_token` bytes a token; with 4, the scheduler's first guess, it estimates each
+    exactly.
     A poll's answer comes `poll_delay_s` after it was read, and `poll_missing_ratio` of them do not come at all: what
     was counted meanwhile comes with the next.
     `engines_drop` is for engines that could be told whose blocks are worth least: those of a program that is paused or
@@ -112,6 +114,7 @@ class Scenario:
     release_ratio: float = 1.0
     engine_tells_cached: bool = True
     engine_tells_counters: bool = True
+    engine_tells_work: bool = False
     unknown_replica_count: int = 0
     answers_whole: bool = False
     bytes_per_token: float = 4.0
@@ -159,6 +162,11 @@ class Scenario:
     def replica_ids(self) -> tuple[str, ...]:
         """Return the names of the replicas."""
         return tuple(f"{self.replica_prefix}{number}" for number in range(self.replica_count))
+
+    @property
+    def tells_work(self) -> bool:
+        """Return whether a poll tells what iterations computed."""
+        return self.engine_tells_work and self.engine_tells_counters
 
     @property
     def unknown_replica_ids(self) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from heapq import heappop, heappush
 from math import inf
 from random import Random
 
@@ -24,6 +25,7 @@ from thunderagent.programs.learned.price import (
     Price,
     Prices,
     SeenTurn,
+    busy_until_ends,
     not_negative,
 )
 from thunderagent.programs.messages import ReplicaPolled, TurnEnd
@@ -232,6 +234,37 @@ def test_prompts_that_hardly_vary_leave_the_price_open() -> None:
         price.turn_ended(SeenTurn(begin_s, None, begin_s + took_s, 1000 + number % 2, 1000, 50), 0)
     assert price.low_token_s == 0.0
     assert price.high_token_s > 1e-4
+
+
+def crowd(token_s: float, count: int) -> list[SeenTurn]:
+    """Return the first turns to end of 64 programs at once, whole: prompts one by one, each answer 6 s after its own."""
+    random = Random(7)
+    queue = [0.0] * 64
+    free_s, ended = 0.0, []
+    while len(ended) < 4 * count:
+        arrived_s = heappop(queue)
+        tokens = random.randrange(4000, 12_000)
+        free_s = max(free_s, arrived_s) + token_s * tokens
+        ended_s = free_s + 6.0
+        heappush(queue, ended_s + 2.0)
+        ended.append(SeenTurn(arrived_s, None, ended_s, tokens, tokens, random.randrange(16, 48)))
+    return sorted(ended, key=lambda turn: turn.ended_s)[:count]
+
+
+def test_what_all_turns_took_together_tells_the_price_where_they_wait_in_the_engine() -> None:
+    """A stay is mostly what others computed before, at a time that whole answers do not tell."""
+    price = Price()
+    for turn in crowd(1e-4, 60):
+        price.turn_ended(turn, 63)
+    assert price.token_s == pytest.approx(1e-4, rel=0.25)
+    assert price.low_token_s <= 1e-4 <= price.high_token_s
+    assert price.cautious_token_s <= 1e-4
+
+
+def test_the_time_in_which_any_turn_was_there_is_summed_until_each_end() -> None:
+    spans = [(0.0, 1.0), (0.5, 2.0), (4.0, 5.0), (1.5, 6.0), (8.0, 9.0)]
+    turns = [SeenTurn(begin_s, None, end_s, 1, 1, 1) for begin_s, end_s in spans]
+    assert busy_until_ends(turns) == [1.0, 2.0, 5.0, 6.0, 7.0]
 
 
 def test_what_stood_still_teaches_nothing() -> None:

@@ -24,6 +24,7 @@ from thunderagent.programs.messages import (
     TurnEnd,
     TurnProgressed,
     TurnStarted,
+    WorkPolled,
 )
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.policies.baselines.passthrough import Passthrough
@@ -148,6 +149,20 @@ def test_an_engine_may_not_say_what_was_cached() -> None:
     ]
     assert result.hit_ratio == 12 / 28
     assert any(event.hit_ratio for event, _ in result.events if isinstance(event, ReplicaPolled))
+
+
+@pytest.mark.parametrize(("counters", "work"), [(True, True), (False, True), (True, False)])
+def test_an_engine_may_say_what_its_iterations_computed(counters: bool, work: bool) -> None:
+    scenario = small(keep_events=True, engine_tells_counters=counters, engine_tells_work=work, poll_interval_s=0.7)
+    result = simulate(scenario, Recorded([plan((10, 3, 2.5), (5, 2, 9.0))]), Passthrough())
+    told = [event for event, _ in result.events if isinstance(event, WorkPolled)]
+    if not (counters and work):
+        assert not told
+        return
+    assert sum(event.computed_tokens for event in told) == 10 + 6
+    assert sum(event.generated_tokens for event in told) == 3 + 2
+    assert sum(event.iteration_count for event in told) == 3 + 2
+    assert not any(event.preemption_count for event in told)
 
 
 def test_programs_may_end_without_a_word() -> None:
