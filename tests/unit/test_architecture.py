@@ -554,6 +554,7 @@ BANNED = (
         allowed_names=(
             ("finish_session", "the path that SkyRL and the vLLM router call is named so"),
             ("session_id", "other people's field of a body"),
+            ("litellm_session_id", "LiteLLM's field of a body"),
             ("session_params", "SGLang's field of a body"),
         ),
     ),
@@ -684,7 +685,6 @@ UNIT = re.compile(r"(^|_)(tokens|bytes|ratio|count|id|total)$|_s$")
 NUMBER = re.compile(r"\b(int|float)\b")
 # Numbers without a unit, with the reason.
 UNITLESS = {
-    "engine_priority": "an order, as engines have it: lower goes first",
     "priority": "an order: lower goes first",
     "policy_priority": "an order: lower goes first",
     "value": "of a histogram: in the unit of its edges",

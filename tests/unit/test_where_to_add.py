@@ -16,7 +16,7 @@ import pytest
 import thunderagent
 
 PACKAGE = Path(thunderagent.__file__).parent
-CORE = ("__init__.py", "errors.py", "leases/__init__.py", "policy_loader.py")
+CORE = ("__init__.py", "errors.py", "leases/__init__.py", "leases/open_lease.py", "policy_loader.py")
 """Parts of the package besides `programs/` that the builders of the tests need."""
 
 TOY_POLICY = '''\

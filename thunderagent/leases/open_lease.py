@@ -158,6 +158,13 @@ class LeaseSource(Protocol):
         """
 
 
+class GrantsLeases(LeaseSource, Protocol):
+    """Grants leases, and knows what programs claim."""
+
+    def claim_tokens(self, program_id: str) -> int:
+        """Return what a program claims, or would if it were let in; 0 if there is none of that id."""
+
+
 class FleetSource(LeaseSource, Protocol):
     """The same, for the keeper of the replicas: it is told of them, and reports what it sees of them."""
 

@@ -26,7 +26,7 @@ from functools import partial
 from math import inf
 from secrets import token_hex
 from types import MappingProxyType
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal
 
 import structlog
 from aiohttp import web
@@ -35,7 +35,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from thunderagent.backends.discovery.base import shown_url
 from thunderagent.errors import ReplicaRemovedError, ShuttingDownError
 from thunderagent.leases import TurnAsk
-from thunderagent.leases.open_lease import LeaseSource, OpenLease
+from thunderagent.leases.open_lease import GrantsLeases, OpenLease
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.bodies import ModelName, Name, Report, read_model, report_response
 from thunderagent.proxy.gate.held import HeldTurn, HeldTurns
@@ -115,13 +115,6 @@ class LeaseEndedReport(Report):
 
     lease_id: str
     ended: bool
-
-
-class GrantsLeases(LeaseSource, Protocol):
-    """Grants leases, and knows what programs claim."""
-
-    def claim_tokens(self, program_id: str) -> int:
-        """Return what a program claims, or would if it were let in; 0 if there is none of that id."""
 
 
 class _Claim:

@@ -237,7 +237,7 @@ def test_prompts_that_hardly_vary_leave_the_price_open() -> None:
 
 
 def crowd(token_s: float, count: int) -> list[SeenTurn]:
-    """Return the first turns to end of 64 programs at once, whole: prompts one by one, each answer 6 s after its own."""
+    """Return the first turns to end of 64 programs at once, whole: prompts one by one, each answer 6 s later."""
     random = Random(7)
     queue = [0.0] * 64
     free_s, ended = 0.0, []
