@@ -710,7 +710,10 @@ def unitless_numbers(module: Module) -> Iterator[str]:
 def _numbers(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
     for node in ast.walk(tree):
         fields: list[tuple[int, str, ast.expr | None]] = []
-        if isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(each) for each in node.decorator_list):
+        if isinstance(node, ast.ClassDef) and (
+            any("dataclass" in ast.unparse(each) for each in node.decorator_list)
+            or any(ast.unparse(each) == "Struct" for each in node.bases)
+        ):
             fields = [
                 (field.lineno, field.target.id, field.annotation)
                 for field in node.body

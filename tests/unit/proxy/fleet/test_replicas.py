@@ -194,7 +194,9 @@ def test_images_to_encode_are_told_until_the_core_knows_as_many() -> None:
     four = ReplicaReading(capacity_tokens=1000, pending_encode_count=4)
     for _ in range(3):
         polls.replica_polled("r0", four)
-    runtime.scheduler.ledger.accounts["r0"].pending_encode_count = 5  # one more turn was granted
+    account = runtime.scheduler.ledger.accounts["r0"]
+    assert account.pending_encode_count is not None
+    account.pending_encode_count += 1  # as for a turn
     polls.replica_polled("r0", four)
     polls.replica_polled("r0", ReplicaReading(capacity_tokens=1000))
     assert [event for event in events if isinstance(event, EncodesPolled)] == [EncodesPolled(1.0, "r0", 4)] * 2
