@@ -549,6 +549,7 @@ BANNED = (
         allowed_names=(
             ("finish_session", "the path that SkyRL and the vLLM router call is named so"),
             ("session_id", "other people's field of a body"),
+            ("litellm_session_id", "other people's field of a body"),
             ("session_params", "SGLang's field of a body"),
         ),
     ),
