@@ -12,4 +12,4 @@ def test_deadlines_that_fit_are_met_and_others_are_refused_at_once() -> None:
     assert found.in_time_count == 8
     assert found.said_at_once_count == 8
     assert found.wrongly_refused_count == 0
-    assert found.others_ratio <= 1.0 + 2 * (MOST_RATIO - 1.0)  # of one seed; the bar is that of thirty
+    assert found.others_ratio <= 1.0 + 2 * (MOST_RATIO - 1.0)  # of one seed; the bar is that of a hundred
