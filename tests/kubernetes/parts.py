@@ -13,6 +13,7 @@ import sys
 import tempfile
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks.environments import made_once
 from tests.debian import apt_get
@@ -23,6 +24,9 @@ from tests.real.mini_swe_agent import ensure_mini_swe_agent
 from tests.real.test_agent_environments import environment_of
 from tests.unit.deploy.kubectl import PACKAGE as KUBECTL
 from tests.unit.deploy.kubectl import fetch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ROOT = Path(__file__).parents[2]
 SUITE = "bookworm"
@@ -35,7 +39,10 @@ SANDBOX_IMAGE = "localhost/thunderagent-test-sandbox:1"
 PAUSE_IMAGE = "localhost/thunderagent-test-pause:1"
 PROXY_IMAGES = ("localhost/thunderagent-test-proxy:1", "localhost/thunderagent-test-proxy:2")
 """One image under two names: the first is upgraded to the second."""
-AGENTS = {"mini-swe-agent": ensure_mini_swe_agent, "swe-rex": partial(environment_of, "SWE-agent")}
+AGENTS: dict[str, Callable[[], Path]] = {
+    "mini-swe-agent": ensure_mini_swe_agent,
+    "swe-rex": partial(environment_of, "SWE-agent"),
+}
 """Agents of other makes: each returns the Python of its environment, which the first call installs."""
 DISK_BYTES = 2048 * 1024 * 1024
 
