@@ -304,8 +304,8 @@ def show(results: list[Json]) -> None:
     for name in (
         *("arm", "policy", "solved", "programs/h", "steps/min", "hits", "waits for a place, mean s (most)"),
         "for its setup, mean s (most)",
-        "to prepare: first, later, s",
-        *("disk at peak, MB", "tool, mean s (p95)", "left"),
+        "to prepare: first, later, s (ratio)",
+        *("disk at peak, MB", "disk over time", "tool, mean s (p95)", "left"),
     ):
         table.add_column(name, justify="left" if name in ("arm", "policy") else "right")
     for each in results:
@@ -313,12 +313,37 @@ def show(results: list[Json]) -> None:
             *(each["arm"], each["policy"], str(each["solved_count"]), f"{each['programs_per_hour']:.0f}"),
             *(f"{each['steps_per_min']:.1f}", f"{each['hit_ratio']:.2f}"),
             *(f"{each[what]['mean']:.2f} ({each[what]['most']:.1f})" for what in ("place_s", "setup_s")),
-            " ".join("" if each["prepare_s"][k] is None else f"{each['prepare_s'][k]:.1f}" for k in ("first", "later")),
+            _preparing(each["prepare_s"]["first"], each["prepare_s"]["later"]),
             f"{each['disk_peak_bytes'] / 1e6:.0f}",
+            _curve([used for _, used in each["disk"]]),
             f"{each['tool_s']['mean']:.2f} ({each['tool_s']['p95']:.2f})",
             " ".join(f"{count} {kind}" for kind, count in each["left"].items()),
         )
-    Console(width=160).print(table)
+    Console(width=200).print(table)
+    by_arm = {(each["policy"], each["arm"]): each for each in results}
+    for (policy, arm), each in by_arm.items():
+        for other in ("own", "own-left"):
+            if arm in ("prepared", "reused") and (its := by_arm.get((policy, other))):
+                waited_s = [sum(one[what]["mean"] for what in ("place_s", "setup_s")) for one in (each, its)]
+                print(
+                    f"{arm}, {policy}: on the critical path for sandboxes {waited_s[0]:.2f} s a program, {other} "
+                    f"{waited_s[1]:.2f} s: {waited_s[1] / max(waited_s[0], 0.001):.1f} times as long; disk at peak "
+                    f"{its['disk_peak_bytes'] / max(each['disk_peak_bytes'], 1):.1f} times as much"
+                )
+
+
+def _preparing(first_s: float | None, later_s: float | None) -> str:
+    """Return how long the first preparation of a task took, the median later one, and their ratio."""
+    if first_s is None or later_s is None:
+        return "" if first_s is None else f"{first_s:.1f}"
+    return f"{first_s:.1f} {later_s:.1f} ({later_s / first_s:.2f})"
+
+
+def _curve(used_bytes: list[int]) -> str:
+    """Return the disk in use over the run, in twelve bars of its most."""
+    bars, most = " ▁▂▃▄▅▆▇█", max(used_bytes, default=0) or 1
+    steps = [used_bytes[len(used_bytes) * n // 12 : len(used_bytes) * (n + 1) // 12] for n in range(12)]
+    return "".join(bars[round(8 * max(each) / most)] for each in steps if each)
 
 
 @asynccontextmanager

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.environments import RealEngineError
 from tests.kubernetes.cluster import remove_cgroups
-from tests.kubernetes.parts import PartsError, kubectl, programs, write_images
+from tests.kubernetes.parts import AGENTS, PartsError, kubectl, programs, write_images
 
 FOLDER_VARIABLE = "THUNDERAGENT_TEST_LAB"
 PROGRAMS_VARIABLE = "THUNDERAGENT_TEST_PROGRAMS"
@@ -36,6 +36,8 @@ def main(arguments: list[str]) -> int:
     folder = Path(tempfile.mkdtemp(prefix="thunderagent-kubernetes-"))
     try:
         made = programs()
+        for agent in AGENTS.values():  # which nobody can install without a network
+            agent()
         write_images(folder)
         lab = {FOLDER_VARIABLE: str(folder), PROGRAMS_VARIABLE: str(made)}
         status = subprocess.run(in_namespaces(pytest), env={**with_kubectl(), **lab}, check=False).returncode

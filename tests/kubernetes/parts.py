@@ -11,15 +11,22 @@ import os
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks.environments import made_once
 from tests.debian import apt_get
 from tests.real import base_image
 from tests.real.base_image import BASE_IMAGE, BUILD_IMAGE, make_base_images
 from tests.real.docker_engine import DockerEngine, DockerEngineError, ensure_docker, import_busybox_image
+from tests.real.mini_swe_agent import ensure_mini_swe_agent
+from tests.real.test_agent_environments import environment_of
 from tests.unit.deploy.kubectl import PACKAGE as KUBECTL
 from tests.unit.deploy.kubectl import fetch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ROOT = Path(__file__).parents[2]
 SUITE = "bookworm"
@@ -32,6 +39,11 @@ SANDBOX_IMAGE = "localhost/thunderagent-test-sandbox:1"
 PAUSE_IMAGE = "localhost/thunderagent-test-pause:1"
 PROXY_IMAGES = ("localhost/thunderagent-test-proxy:1", "localhost/thunderagent-test-proxy:2")
 """One image under two names: the first is upgraded to the second."""
+AGENTS: dict[str, Callable[[], Path]] = {
+    "mini-swe-agent": ensure_mini_swe_agent,
+    "swe-rex": partial(environment_of, "SWE-agent"),
+}
+"""Agents of other makes: each returns the Python of its environment, which the first call installs."""
 DISK_BYTES = 2048 * 1024 * 1024
 
 

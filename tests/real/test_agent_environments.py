@@ -106,20 +106,26 @@ def environment(
 ) -> Path:
     """Return the Python of an environment with what a section of the page installs; the first time is announced."""
     heading, *further = request.param
+    capture = pytestconfig.pluginmanager.getplugin("capturemanager")
+    try:
+        with capture.global_and_fixture_disabled():
+            return environment_of(heading, *further)
+    except RealEngineError as error:
+        require_real(f"no {heading}: {error}")
+
+
+def environment_of(heading: str, *further: str) -> Path:
+    """Return the Python of an environment with what a section of the page installs. Raises RealEngineError."""
     found = re.search(r"pip install (.+?) thunderagent-client +#? *(.*)", section(heading) + " ")
     assert found is not None
-    wanted = [*found[1].split(), *further]
     base = None
     if found[2] == "Python 3.12":
         base = _newer_python()
         if base is None:
             pytest.skip(f"{heading} needs Python 3.12")
-    capture = pytestconfig.pluginmanager.getplugin("capturemanager")
-    try:
-        with capture.global_and_fixture_disabled():
-            return ensure_environment(heading.split(",")[0].lower(), wanted, "minutes", base=base)
-    except RealEngineError as error:
-        require_real(f"no {heading}: {error}")
+    return ensure_environment(
+        heading.split(",", maxsplit=1)[0].lower(), [*found[1].split(), *further], "minutes", base=base
+    )
 
 
 def _newer_python() -> str | None:

@@ -571,3 +571,23 @@ def test_every_result_says_which_code_made_it_and_where(path: Path) -> None:
         assert report["commit"]
         assert report["code"]
         assert report["machine"]
+
+
+@pytest.mark.parametrize(
+    ("paper", "figure_count", "table_count"), [("ThunderAgent", 10, 5), ("ORBIT", 8, 2), ("MARS", 13, 1)]
+)
+def test_every_figure_and_table_of_a_paper_has_a_row(paper: str, figure_count: int, table_count: int) -> None:
+    """What is not made is named as well. Each row has a verdict, or says why there is none."""
+    section = page("research/papers.md").partition(f"\n## {paper}\n")[2].partition("\n## ")[0]
+    table = section.partition("| In the paper | Ours | The paper | Verdict |\n")[2].partition("\n\n")[0]
+    named: dict[str, set[int]] = {"Fig.": set(), "Table": set()}
+    for row in table.splitlines()[1:]:
+        first, _ours, _theirs, verdict = (cell.strip() for cell in row.strip("|").split("|"))
+        assert verdict, first
+        kind = ""
+        for word in re.findall(r"Fig\.|Table|\d+", first.partition(":")[0]):
+            if word.isdigit():
+                named[kind].add(int(word))
+            else:
+                kind = word
+    assert named == {"Fig.": {*range(1, figure_count + 1)}, "Table": {*range(1, table_count + 1)}}

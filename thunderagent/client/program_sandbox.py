@@ -167,7 +167,11 @@ class ProgramSandbox:
                 raise TimeoutError(f"{list(words)} did not end within {timeout_s} s") from error
             except OSError as error:
                 raise ClientError(f"{command[0]} cannot be run: {error}") from error
-        return CommandOutput(done.returncode, done.stdout, done.stderr or b"")
+        output = [done.stdout, done.stderr or b""]
+        if command[0] == "kubectl":  # which says so where the command's own errors go
+            its = f"command terminated with exit code {done.returncode}\n".encode()
+            output[not merges_output] = output[not merges_output].removesuffix(its)
+        return CommandOutput(done.returncode, *output)
 
     def copy_in(self, source: str | Path, target: str) -> None:
         """Copy a file, or what is in a folder, to a path in the sandbox, which it replaces; make missing folders.

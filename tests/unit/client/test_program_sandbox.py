@@ -156,6 +156,9 @@ def test_a_pod_is_reached_by_kubectl(proxy: FakeProxy, calls: Path, tmp_path: Pa
     done = its.run(["sh", "-c", 'pwd; echo "$A"'], cwd=str(tmp_path), env={"A": "b c"})
     assert done.stdout == f"{tmp_path}\nb c\n".encode()
     assert "kubectl exec -i --namespace ns x-1 -- sh -c " in calls.read_text()
+    for merges_output in (False, True):
+        done = its.run(["sh", "-c", "echo out; echo err >&2; exit 3"], merges_output=merges_output)
+        assert (done.exit_code, done.text) == (3, "out\nerr\n"), "what kubectl says is none of the command's"
     with pytest.raises(ClientError, match="not as me"):
         its.run(["true"], user="me")
 
