@@ -114,7 +114,7 @@ async def test_grpo_learns_through_the_proxy(
     vllm: None, sglang: None, python: Path, run_proxy: RunProxy, tmp_path: Path
 ) -> None:
     """Reward rises as without it; each token is the engine's own, and bears the version of its step's weights."""
-    steps, seeds = int(os.environ.get("TRAINING_STEPS", "30")), int(os.environ.get("TRAINING_SEEDS", "1"))
+    steps, seeds = int(os.environ.get("TRAINING_STEPS", "30")), int(os.environ.get("TRAINING_SEEDS", "4"))
     model = ensure_model(128, 2, word_count=8, max_model_len=MAX_LEN)
     example, direct = ROOT / "docs/examples/training/grpo.py", ROOT / "tests/real/train_directly.py"
     runs: list[dict[str, Any]] = []
@@ -139,10 +139,10 @@ async def test_grpo_learns_through_the_proxy(
             if out := os.environ.get("TRAINING_RESULT"):
                 Path(out).write_text(json.dumps({"steps": steps, "runs": runs}, indent=1) + "\n")
     if steps >= 30:
-        for each in runs:
-            for arm in ("through", "direct"):
-                rewards = each[arm]["rewards"]
-                assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.2, (arm, rewards)
+        for arm in ("through", "direct"):
+            gained = [mean(run[arm]["rewards"][-5:]) - mean(run[arm]["rewards"][:5]) for run in runs]
+            assert min(gained) > 0.05, (arm, gained)
+            assert mean(gained) > 0.2, (arm, gained)
 
 
 def check(found: list[dict[str, Any]], tap: str, steps: int) -> dict[str, int]:
