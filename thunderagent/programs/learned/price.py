@@ -66,7 +66,7 @@ FIRST_FIT_COUNT: Final = 16
 """Turns before the first fit, and between fits at first; an eighth of those that are remembered, if that is more."""
 
 SUMS_COUNT: Final = 8
-"""Turns between fits of sums at first; an eighth of those that are remembered, if that is more."""
+"""Turns after a fit at which sums alone are fitted anew; a sixteenth of those that are remembered, if that is more."""
 
 LATER_FIT_COUNT: Final = 64
 LATER_FIT_S: Final = 15.0
@@ -169,6 +169,7 @@ class Price:
     """What one replica's time is spent on."""
 
     __slots__ = (
+        "_bound_token_s",
         "_busy_s",
         "_by_counters",
         "_by_sums",
@@ -178,7 +179,6 @@ class Price:
         "_fits",
         "_fitted_s",
         "_forgotten_s",
-        "_most_token_s",
         "_polls",
         "_polls_since_fit",
         "_polls_to_skip",
@@ -227,7 +227,7 @@ class Price:
         """The last ones, one for each assumption."""
         self._by_turns: Bounds | None = None
         self._by_sums: Bounds | None = None
-        self._most_token_s = inf
+        self._bound_token_s = inf
         """What a token cost if nothing but prompts took time: all together, and the quickest turn's."""
         self._polls: deque[list[float]] = deque(maxlen=KEPT_COUNT)
         """What the engine did while some turns ended, and how long it was busy."""
@@ -341,14 +341,14 @@ class Price:
 
     def _sum_up(self, turns: list[SeenTurn]) -> None:
         """Fit what all turns together took, if some answers came whole."""
-        self._by_sums, self._most_token_s = None, inf
+        self._by_sums, self._bound_token_s = None, inf
         if not any(turn.first_s < 0 for turn in turns):
             return
         busy_s = busy_until_ends(turns)
         if busy_s[-1] <= 0:
             return
         alone_s = _quantile([(turn.ended_s - turn.granted_s) / turn.least_tokens for turn in turns], 0.02)
-        self._most_token_s = min(alone_s, busy_s[-1] / sum([turn.least_tokens for turn in turns]))
+        self._bound_token_s = min(alone_s, busy_s[-1] / sum([turn.least_tokens for turn in turns]))
         self._by_sums = by_sums(turns, busy_s)
 
     def _say(self, fits: list[Fit]) -> None:
@@ -412,7 +412,7 @@ class Price:
         self.iteration_s, self.sequence_s, self.source = best.iteration_s, best.sequence_s, best.source
         self.is_measured = True
         self._decide()
-        if self._most_token_s < inf:
+        if self._bound_token_s < inf:
             self._sharpen(best)
 
     def _decide(self) -> None:
@@ -427,9 +427,9 @@ class Price:
             self.low_token_s, self.high_token_s = sums.low_token_s, sums.high_token_s
             self._cover(sums, best)
             best = sums
-        token_s, self.high_token_s = best.token_s, min(self.high_token_s, self._most_token_s)
+        token_s, self.high_token_s = best.token_s, min(self.high_token_s, self._bound_token_s)
         if best.low_token_s <= 0:  # only an upper end is known: what was computed at an unknown time lowers the price
-            token_s = max(token_s, min(self._most_token_s / 2, self.high_token_s))
+            token_s = max(token_s, min(self._bound_token_s / 2, self.high_token_s))
         self._set(token_s)
 
     def _cover(self, best: Bounds, other: Bounds) -> None:
@@ -878,7 +878,9 @@ def _error_of_sum(effects: list[float], overlap_count: int) -> float:
     """Return the standard error of a sum whose parts err alike over so many of them, by Bartlett's weights."""
     count = len(effects)
     lags_count = min(count // 4, max(2, overlap_count), MOST_LAGS_COUNT)
-    variance = sum([each * each for each in effects])
+    variance = 0.0
+    for each in effects:
+        variance += each * each
     for lag in range(1, lags_count + 1):
         together = 0.0
         for index in range(lag, count):

@@ -150,13 +150,18 @@ def test_the_price_is_found_where_answers_stream(
 def test_the_price_is_found_where_answers_come_whole(
     name: str, load: str, programs_count: int, memory_ratio: float
 ) -> None:
-    """Where turns wait inside of the engine for memory, their times say less, and the interval says so."""
-    true_s = PROFILES[name].prefill_token_s
-    price = price_after(turns_on(name, load, programs_count, memory_ratio), 120, streamed=False)
-    assert price.low_token_s <= true_s * 1.5
+    """Where turns wait inside of the engine for memory, their times say less, and the interval says so.
+
+    What a prompt attends to is part of its price.
+    """
+    timing, seen = PROFILES[name], turns_on(name, load, programs_count, memory_ratio)
+    true_s = timing.prefill_token_s
+    attending_s = timing.attention_pair_s * sum(turn.context_tokens for turn in seen) / len(seen) / 2
+    price = price_after(seen, 120, streamed=False)
+    assert price.low_token_s <= (true_s + attending_s) * 1.5
     assert price.high_token_s >= true_s / 1.5
     if memory_ratio > 1:
-        assert true_s / 1.6 <= price.token_s <= true_s * 1.6
+        assert true_s / 1.6 <= price.token_s <= (true_s + attending_s) * 1.6
 
 
 @pytest.mark.parametrize("streamed", [True, False])
@@ -237,7 +242,7 @@ def test_prompts_that_hardly_vary_leave_the_price_open() -> None:
 
 
 def crowd(token_s: float, count: int) -> list[SeenTurn]:
-    """Return the first turns to end of 64 programs at once, whole: prompts one by one, each answer 6 s later."""
+    """Return the first turns to end of 64 programs at once, whole: prompts one by one, each answer after 6 s more."""
     random = Random(7)
     queue = [0.0] * 64
     free_s, ended = 0.0, []
