@@ -5,7 +5,8 @@
     scripts/bench plugin --programs 16,32 --arms proxy,both,both-high
     scripts/bench plugin --claims --first-seed 100           # all that is claimed, beside its bars
     scripts/bench plugin --claims plugin --first-seed 100    # of one arm
-    scripts/bench plugin --figure mars --seeds 1             # MARS, Fig. 7, 10 and 13, on vLLM's scheduler
+    scripts/bench plugin --figure mars --seeds 1             # MARS, Fig. 7 and 10, on vLLM's scheduler
+    scripts/bench plugin --figure mars-ablations --seeds 1   # Fig. 13
 
 Each pair runs the same load, by seed, in the same process. The package's `tests/harness.py` says what a step takes. The
 model never runs, so nothing depends on the machine, except the cost of a step. A claim is judged by the bad end of the
@@ -27,7 +28,7 @@ from typing import Any
 
 from benchmarks.engine_kinds import KINDS
 from benchmarks.machine import describe_code, save_results
-from benchmarks.mars import MARS_ON_STOCK, REGIMES
+from benchmarks.mars import MARS, MARS_ON_STOCK, REGIMES
 from benchmarks.mars_figures import WITHOUT_CONTROL, WITHOUT_COORDINATOR, WITHOUT_COSCHEDULER, Task, run_one
 from benchmarks.real_engine import ensure_model
 from thunderagent.simulator.figures.intervals import geometric
@@ -169,14 +170,21 @@ MarsRun = tuple[str, str, float, str, int, int]
 """Regime, GPU, load, arm, seed, programs."""
 
 
-def mars_runs(seeds: range, programs_count: int) -> list[MarsRun]:
-    """Return the runs of Fig. 7 (H100) and Fig. 10 (H200), and of Fig. 13 (H100), the most wanted first."""
-    arms = [*(("h100", arm) for arm in ("mars", *BASELINES)), *(("h200", arm) for arm in ("mars", *BASELINES))]
-    arms += [("h100", arm) for arm in (WITHOUT_COORDINATOR, WITHOUT_CONTROL, WITHOUT_COSCHEDULER, MARS_ON_STOCK)]
+FIGURES: Mapping[str, Sequence[tuple[str, str]]] = {
+    "mars": [(gpu, arm) for gpu in ("h100", "h200") for arm in (MARS, *BASELINES)],
+    "mars-ablations": [
+        ("h100", arm) for arm in (WITHOUT_COORDINATOR, WITHOUT_CONTROL, WITHOUT_COSCHEDULER, MARS_ON_STOCK)
+    ],
+}
+"""GPU and arm: Fig. 7 and 10; and Fig. 13, whose base is `mars` of the former."""
+
+
+def mars_runs(figure: str, seeds: range, programs_count: int) -> list[MarsRun]:
+    """Return the runs of a figure."""
     return [
         (regime, gpu, MARS_LOAD, arm, seed, programs_count)
         for seed in seeds
-        for gpu, arm in arms
+        for gpu, arm in FIGURES[figure]
         for regime in reversed(REGIMES)
     ]
 
@@ -187,10 +195,10 @@ def simulated(run: MarsRun) -> dict[str, float]:
     return run_one(Task("fig13", regime, gpu, load, arm, seed, programs_count), lambda: None)
 
 
-def make_mars(seeds: range, programs_count: int, name: str) -> None:
+def make_mars(figure: str, seeds: range, programs_count: int, name: str) -> None:
     """Do the runs on vLLM's scheduler and in the simulator; the stored result is complete after each."""
     describe_code()
-    runs = mars_runs(seeds, programs_count)
+    runs = mars_runs(figure, seeds, programs_count)
     model = ensure_model(256, 4, max_model_len=8192)
     site = sysconfig.get_path("purelib")
     script = f"import runpy, sys; runpy.run_path({str(TESTS / 'mars.py')!r}, run_name='__main__')"
@@ -237,7 +245,7 @@ def main() -> None:
     add("--first-seed", type=int, default=0)
     add("--settings", type=json.loads, default={}, help="JSON: settings of the plugin in each arm that has it")
     add("--claims", nargs="?", const="", metavar="ARMS", help="check the claims of these arms, or all; stores results")
-    add("--figure", choices=("mars",), help="make a paper's figures on vLLM's scheduler; stores results")
+    add("--figure", choices=FIGURES, help="make a paper's figures on vLLM's scheduler; stores results")
     add("--mars-programs", type=int, default=200, help="programs of a run of --figure mars")
     add("--name", help="of the result file of --claims or --figure")
     add("--out", type=Path, help="write every run here, as JSON")
@@ -248,7 +256,7 @@ def main() -> None:
         check_claims([claim for claim in CLAIMS if claim.arm in wanted], seeds, arguments.name or "plugin-claims")
         return
     if arguments.figure is not None:
-        make_mars(seeds, arguments.mars_programs, arguments.name or "plugin-mars")
+        make_mars(arguments.figure, seeds, arguments.mars_programs, arguments.name or f"plugin-{arguments.figure}")
         return
     counts = [int(each) for each in arguments.programs.split(",")]
     names = arguments.arms.split(",")

@@ -59,6 +59,6 @@ def test_every_claim_compares_arms_that_there_are() -> None:
 def test_mars_is_the_papers_order_and_nothing_else() -> None:
     """Only its preset has that name."""
     assert ARMS["both-mars"] == {"proxy": {"policy": "mars"}, "plugin": {"preset": "mars"}}
-    runs = mars_runs(range(100, 102), 60)
+    runs = [*mars_runs("mars", range(100, 102), 60), *mars_runs("mars-ablations", range(100, 102), 60)]
     assert len(runs) == len(set(runs)) == 2 * 4 * 14
     assert {(load, count) for _, _, load, _, _, count in runs} == {(MARS_LOAD, 60)}
