@@ -685,6 +685,7 @@ UNIT = re.compile(r"(^|_)(tokens|bytes|ratio|count|id|total)$|_s$")
 NUMBER = re.compile(r"\b(int|float)\b")
 # Numbers without a unit, with the reason.
 UNITLESS = {
+    "engine_priority": "an order, as engines have it: lower goes first",
     "priority": "an order: lower goes first",
     "policy_priority": "an order: lower goes first",
     "value": "of a histogram: in the unit of its edges",

@@ -100,6 +100,9 @@ SIZED_FIT_COUNT: Final = 128
 CLOSE_RATIO: Final = 0.5
 """Sums count if the price that follows from them is known to this part of it."""
 
+LEAST_VARIED_RATIO: Final = 0.05
+"""Sums tell nothing where prompts and answers vary against each other by less: turns that are all alike fit any price."""
+
 MOST_LAGS_COUNT: Final = 64
 """Over how many turns sums err together at most."""
 
@@ -828,6 +831,8 @@ def by_sums(turns: list[SeenTurn], busy_s: list[float]) -> Bounds | None:
         output_tokens += turn.output_tokens
         rows.append([1.0, computed_tokens, output_tokens])
     squares, products = _normal(rows, busy_s, [1.0] * len(rows))
+    if not _vary(squares):
+        return None
     before_s, token_s, output_s = not_negative(squares, products)
     if not token_s:
         return None
@@ -852,6 +857,16 @@ def by_sums(turns: list[SeenTurn], busy_s: list[float]) -> Bounds | None:
         return None
     error_s = sure_s / SURE_RATIO
     return Bounds(token_s, token_s - sure_s, token_s + sure_s, error_s, 0.0, output_s, TURNS)
+
+
+def _vary(squares: list[list[float]]) -> bool:
+    """Tell whether sums of prompts vary for another reason than sums of answers do, by their normal equations."""
+    count = squares[0][0]
+    prompts = squares[1][1] - squares[0][1] * squares[0][1] / count
+    answers = squares[2][2] - squares[0][2] * squares[0][2] / count
+    together = squares[1][2] - squares[0][1] * squares[0][2] / count
+    own = prompts - together * together / answers if answers > 0 else prompts
+    return own * count > LEAST_VARIED_RATIO * LEAST_VARIED_RATIO * prompts
 
 
 def busy_until_ends(turns: list[SeenTurn]) -> list[float]:
