@@ -224,9 +224,9 @@ async def measure(args: argparse.Namespace) -> Json:
         for name, (port, pid) in started.items():
             first = requests_of(turns, port, -1, stream=False)
             await drive(port, first, connections_count=4, warmup_s=0.5, measure_s=2.0)
-            for child in children_of(pid):
-                settling[name] = child
-                os.sched_setaffinity(child, {1})
+            for started_pid in children_of(pid):
+                settling[name] = started_pid
+                os.sched_setaffinity(started_pid, {1})
         for number in range(args.rounds):
             for load in ("whole", "stream"):
                 for name in list(started)[:: 1 if number % 2 else -1]:

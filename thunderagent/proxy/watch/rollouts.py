@@ -151,7 +151,7 @@ class Rollouts:
         entry = self._sent.pop(batch.number, None)
         if entry is not None and entry.sent:  # else it was dropped
             self._was_settled(entry, self.table.settled(entry, batch))
-        self._settle_soon(batch.number)
+        self._end_waits(batch.number)
 
     def _settling_ended(self) -> None:
         """Have what was sent wait again. The first that has no answer is taken to be the cause."""
@@ -164,10 +164,10 @@ class Rollouts:
                     count = self.table.give_up(entry)
                     why = f"{count} turns of which {MAX_DEATHS_COUNT} processes died"
                     log.error("rollout_turn_lost", program_id=entry.rollout.program_id, why=why)
-            self._settle_soon(number)
+            self._end_waits(number)
         self._send_soon()
 
-    def _settle_soon(self, number: int) -> None:
+    def _end_waits(self, number: int) -> None:
         for waiter in self._waiters.pop(number, ()):
             if not waiter.done():
                 waiter.set_result(None)
