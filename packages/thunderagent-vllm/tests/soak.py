@@ -63,6 +63,10 @@ class Soak:
         )
     )
 
+    objects: list[int] = field(default_factory=list)
+    sizes_kib: list[int] = field(default_factory=list)
+    """At the end of each life."""
+
     def __post_init__(self) -> None:
         self.numbers = itertools.count()
         self.due: list[tuple[float, int, str, list[int], int]] = []  # at, number, program, context, turns left
@@ -208,9 +212,6 @@ class Soak:
         assert not agents.calls or not engine.scheduler._on
         assert len(agents.pins) == 0, agents.pins.items()
         assert engine.free_blocks == engine.blocks - 1
-
-    objects: list[int] = field(default_factory=list)
-    sizes_kib: list[int] = field(default_factory=list)
 
     def run(self) -> dict[str, Any]:
         """Run all lives; return what happened."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 TRIED = ((0, 30), (0, 31), (0, 32))
-"""Versions of vLLM, as (major, minor), on which the harness and a real engine ran."""
+"""Versions of vLLM, as (major, minor), on whose scheduler all checks passed; a whole engine ran with 0.32."""
 
 HOOKS = {
     "add_request": 1,

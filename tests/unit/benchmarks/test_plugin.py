@@ -50,7 +50,7 @@ def test_a_claim_without_runs_says_nothing() -> None:
 
 
 def test_every_claim_compares_arms_that_there_are() -> None:
-    """And each pair has the same proxy, or none, but for what is claimed of it."""
+    """The plugin is in the one, and not in the other."""
     for claim in CLAIMS:
         assert "plugin" in ARMS[claim.arm]
         assert "plugin" not in ARMS[claim.base]
