@@ -101,7 +101,7 @@ CLOSE_RATIO: Final = 0.5
 """Sums count if the price that follows from them is known to this part of it."""
 
 LEAST_VARIED_RATIO: Final = 0.05
-"""Sums tell nothing where prompts and answers vary against each other by less: turns that are all alike fit any price."""
+"""Sums tell nothing where prompts and answers vary against each other by less: turns all alike fit any price."""
 
 MOST_LAGS_COUNT: Final = 64
 """Over how many turns sums err together at most."""
