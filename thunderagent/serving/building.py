@@ -16,8 +16,8 @@ from thunderagent.programs.policies import PARTS
 from thunderagent.programs.policy import Policy
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.fleet.client import ClientSettings, ReplicaClient
+from thunderagent.proxy.gate.guard import Outgoing
 from thunderagent.proxy.gate.keys import Keyring
-from thunderagent.proxy.gate.outgoing import Outgoing
 from thunderagent.proxy.judge import Judge, JudgeSettings, ReplicaAsker, open_url, read_prompt
 from thunderagent.proxy.reading.identity import IdentityRules
 from thunderagent.proxy.turns.fence import FenceSettings, Staleness

@@ -1,4 +1,4 @@
-"""Checks before every request's handler: an id, its target, host, origin, key, rate, its body in time.
+"""Checks before every request's handler: an id, its target, host, origin, key, rate, its body in time. And what leaves.
 
 If none of that is configured, a turn costs only its id and a check for what only browsers send.
 """
@@ -11,11 +11,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, Protocol
 
 from aiohttp import hdrs, web
 from aiohttp.http import HttpVersion11
-from multidict import CIMultiDict, CIMultiDictProxy
+from multidict import CIMultiDict, CIMultiDictProxy, istr
 from prometheus_client import CollectorRegistry
 
 from thunderagent.errors import (
@@ -37,13 +37,14 @@ from thunderagent.proxy.gate.access import (
 from thunderagent.proxy.gate.bodies import Visitor, come, too_large
 from thunderagent.proxy.gate.browsers import Hosts, Origins, comes_from_a_browser
 from thunderagent.proxy.gate.held import HeldTurns, KeptBody
-from thunderagent.proxy.gate.keys import NO_LIMITS, Key, Keyring, check_key
+from thunderagent.proxy.gate.keys import KEY_HEADER, NO_LIMITS, Key, Keyring, check_key
 from thunderagent.proxy.gate.keys.quotas import Quotas
 from thunderagent.proxy.gate.login import Logins, has_login
 from thunderagent.proxy.gate.rate_limit import RateLimits
 from thunderagent.proxy.gate.unpacking import unpacked, ways_of
+from thunderagent.proxy.reading.header_words import REQUEST_ID_HEADER
 from thunderagent.proxy.wire.aiohttp_request import KEPT_BODY, target_of
-from thunderagent.proxy.wire.headers import take_request_id
+from thunderagent.proxy.wire.headers import REQUEST_ID, take_request_id
 from thunderagent.proxy.wire.http11.server import CONTINUE, Asked
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -338,3 +339,62 @@ def _without_encoding(headers: CIMultiDictProxy[str]) -> CIMultiDictProxy[str]:
     rest = CIMultiDict(headers)
     del rest[hdrs.CONTENT_ENCODING]
     return CIMultiDictProxy(rest)
+
+
+# --- The headers of every request to an engine: our keys go, its own and the id come
+
+_KEY_HEADER: Final = istr(KEY_HEADER)
+
+
+class TraceContext(Protocol):
+    """Tells engines which trace a request belongs to."""
+
+    def inject(self, headers: CIMultiDict[str]) -> None:
+        """Write the W3C trace context of the current request."""
+
+    def answered(self, status: int) -> None:
+        """Note that the head of an engine's answer arrived."""
+
+
+class Outgoing:
+    """Changes headers in place; idempotent, because retries repeat it."""
+
+    def __init__(
+        self,
+        keyring: Keyring,
+        backend_api_key: str = "",
+        tracing: TraceContext | None = None,
+        *,
+        forwards_authorization: bool = True,
+    ) -> None:
+        """Remove the keys of `keyring`; send `backend_api_key`, if any, to the engines.
+
+        Without `forwards_authorization` the clients' header is for us alone, because it names programs.
+        """
+        self._keyring = keyring or None
+        """Fixed at construction, as is whether keys are required."""
+        self._forwards_authorization = forwards_authorization
+        self._authorization = f"Bearer {backend_api_key}" if backend_api_key else ""
+        self._tracing = tracing
+        self.answered = None if tracing is None else tracing.answered
+        """Notes that the head of an engine's answer arrived; None if nobody wants to know."""
+
+    def mend(self, headers: CIMultiDict[str]) -> None:
+        """Change the headers of a request."""
+        request_id = REQUEST_ID.get()
+        if request_id and headers.get(REQUEST_ID_HEADER) != request_id:
+            headers[REQUEST_ID_HEADER] = request_id
+        if self._keyring is not None:
+            self._keyring.take_out(headers)
+        elif _KEY_HEADER in headers:
+            headers.popall(_KEY_HEADER)
+        if not self._forwards_authorization and headers.get("Authorization") != self._authorization:
+            headers.popall("Authorization", None)
+        # If data needs a key of ours, what is left in Authorization is meant for the engine. If not, we cannot tell,
+        # because most clients must send some text there: the engine gets the configured one.
+        if self._authorization:
+            asks = self._keyring is not None and self._keyring.has_data_keys
+            if not (asks and "Authorization" in headers):
+                headers["Authorization"] = self._authorization
+        if self._tracing is not None:
+            self._tracing.inject(headers)

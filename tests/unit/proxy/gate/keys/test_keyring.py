@@ -9,9 +9,9 @@ import pytest
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from thunderagent.errors import ConfigurationError
+from thunderagent.proxy.gate.guard import Outgoing
 from thunderagent.proxy.gate.keys import Keyring, check_key, mint_key
 from thunderagent.proxy.gate.login import LIFETIME_S, MAX_COUNT, Logins
-from thunderagent.proxy.gate.outgoing import Outgoing
 
 DATA_KEY, DATA_LINE = mint_key("app")
 ADMIN_KEY, ADMIN_LINE = mint_key("ops")
