@@ -226,15 +226,37 @@ class Runtime:
             decisions = [*decisions, *self._writer.dispatch(hinted)]  # that may let this turn in
         for decision in reversed(decisions):
             if type(decision) is Grant and decision.turn_id == turn_id:
-                return self._begin(decision, arrived_s - came_s)
+                grant, held_s = decision, arrived_s - came_s
+                break
             if type(decision) is Reject and decision.turn_id == turn_id:
                 self.outcome_counts["rejected"] += 1
                 raise refusal_of(decision, self.pools)
+        else:
+            grant = await self._held(ask, arrived_s, while_held)
+            held_s = self.now_s() - came_s
+        self.leases_count += 1
+        turn = self.pools.turns.get(turn_id)
+        program = turn.program if turn is not None else None
+        lease = Lease(
+            turn_id,
+            grant.program_id,
+            program.generation if program is not None else 0,
+            grant.replica_id,
+            self._fleet.urls.get(grant.replica_id, ""),
+            grant.engine_priority,
+            grant.reason,
+            held_s,
+        )
+        return OpenLease(self, lease)
+
+    async def _held(self, ask: TurnAsk, arrived_s: float, while_held: AbstractContextManager[object]) -> Grant:
+        """Wait for a turn's grant."""
+        turn_id = ask.turn_id
         waiter = self._waiter_for(ask)
         timer = self._timer_for(turn_id, arrived_s) if ask.patience_s is not None else None
         try:
             with while_held:
-                grant = await waiter
+                return await waiter
         except asyncio.CancelledError:
             self.outcome_counts[self._superseded_or("abandoned", turn_id)] += 1
             self._writer.dispatch(TurnEnd(turn_id, ask.program_id, outcome="abandoned", now_s=self.now_s()))
@@ -252,7 +274,6 @@ class Runtime:
             if timer is not None:
                 timer.cancel()
             del waiter  # otherwise a rejection in it, whose traceback holds this frame, would wait for a collection
-        return self._begin(grant, self.now_s() - came_s)
 
     def _waiter_for(self, ask: TurnAsk) -> asyncio.Future[Grant]:
         """Begin to wait for a lease, by which names the wait may be aborted."""
@@ -668,22 +689,6 @@ class Runtime:
             except TimeoutError:
                 log.warning("grace_period_over", leases_count=self.leases_count, grace_s=self.settings.grace_s)
         self._writer.flush()
-
-    def _begin(self, grant: Grant, held_s: float) -> OpenLease:
-        self.leases_count += 1
-        turn = self.pools.turns.get(grant.turn_id)
-        program = turn.program if turn is not None else None
-        lease = Lease(
-            grant.turn_id,
-            grant.program_id,
-            program.generation if program is not None else 0,
-            grant.replica_id,
-            self._fleet.urls.get(grant.replica_id, ""),
-            grant.engine_priority,
-            grant.reason,
-            held_s,
-        )
-        return OpenLease(self, lease)
 
 
 # --- Requests as events
