@@ -22,6 +22,7 @@ from scripts.docs_reference import (
     configuration,
     error_classes,
     error_codes,
+    filled,
     helps,
     profiles,
     reasons,
@@ -59,6 +60,7 @@ INTEGRATIONS = DOCS / "integrations"
 PAGES = sorted(
     [
         *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "deploy/README.md")),
+        *(ROOT / "packages").glob("*/README.md"),
         *DOCS.rglob("*.md"),
     ]
 )
@@ -129,6 +131,10 @@ def anchors(path: Path) -> set[str]:
 
 def code_blocks(name: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", shown(DOCS / name), re.DOTALL | re.MULTILINE)
+
+
+def package_readme(name: str) -> str:
+    return (ROOT / "packages" / f"thunderagent-{name}" / "README.md").read_text()
 
 
 def metric_names() -> set[str]:
@@ -260,8 +266,17 @@ def test_the_signatures_of_a_policy_and_its_view_are_listed() -> None:
 
 
 def test_every_metric_of_nova_is_documented() -> None:
-    named = set(re.findall(r"`([^`]+)`", FENCE.sub("", shown(DOCS / "research/nova.md"))))
+    named = set(re.findall(r"`([^`]+)`", FENCE.sub("", package_readme("nova"))))
     assert set(GAUGES) | {"nova:stage_seconds_total", "nova:stage_passes_total", "nova:tokens_total"} <= named
+
+
+@pytest.mark.parametrize(
+    ("package", "part"),
+    [("nova", "nova_metrics"), ("workflows", "directives"), ("workflows", "workflow_policies")],
+)
+def test_a_table_of_a_package_is_as_generated(package: str, part: str) -> None:
+    """A README is shown as it stands, so it holds a copy of the table; paste what `filled` returns."""
+    assert filled(f"<!-- generated: {part} -->").strip() in package_readme(package)
 
 
 def test_the_configuration_file_of_the_page_is_one(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Nova: the metrics of our own engine for vision-language agents, and how to tell it that a program ended.
 
 Its memory is slots, one per request, of a fixed number of tokens: their product is the capacity. Images are encoded one
-after the other, which is what turns wait for there, so their number is reported separately (`docs/research/nova.md`).
+after the other, which is what turns wait for there, so their number is reported separately; the package's README has
+all metrics.
 """
 
 from __future__ import annotations
