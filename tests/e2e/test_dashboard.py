@@ -337,6 +337,22 @@ async def test_what_is_asked_a_moment_later_contradicts_no_key_figure(world: Wor
         await expect(page.locator("#queue-more")).to_be_hidden()
 
 
+async def test_a_chart_ends_with_what_its_key_figure_shows(world: World, open_page: OpenPage) -> None:
+    """The last sample is up to a second old: the legend beside the key figure said another count."""
+
+    async def stale(route: Route) -> None:
+        said = await world.get("/history?since=0")
+        samples = [{**sample, "paused_reasoning_count": 99} for sample in said["samples"]]
+        await route.fulfill(json={**said, "samples": samples})
+
+    async def prepare(page: Page) -> None:
+        await page.route(f"{world.url}/history?*", stale)
+
+    async with open_page(world.url, prepare=prepare) as page:
+        await expect(page.locator("#note-programs")).to_have_text("2 active · 3 held · 0 paused")
+        assert await chart_of(page, "Programs").locator(".key li").nth(2).text_content() == "held 3"
+
+
 async def test_ids_are_text_whatever_they_look_like(world: World, open_page: OpenPage) -> None:
     """Text that looks like HTML is shown literally, in the table and in the story, and never runs."""
     name = "<img src=x onerror=document.title='broken'>&amp;\"'`/../#?%2F"

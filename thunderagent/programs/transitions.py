@@ -392,16 +392,16 @@ class Core:
             program.hold_reason = Reason.ADMISSION
 
     def refresh_hold_reason(self, program: Program) -> None:
-        """Update the hold reason of a program that was held because nothing was granted.
+        """Update the hold reason of a program once no replica is up, and of one that was held as nothing was granted.
 
         An unadmitted program waits for admission if any replica grants. A routed one waits for its replica, whatever
         other replicas grant.
         """
         book = self.book
-        if program.hold_reason not in (Reason.SUSPENDED, Reason.NO_REPLICA):
-            return
         if not book.open_replicas:
             program.hold_reason = Reason.NO_REPLICA
+        elif program.hold_reason not in (Reason.SUSPENDED, Reason.NO_REPLICA):
+            return
         elif not (self.placing.candidates(None, program) if program.admitted else book.granting_replicas):
             program.hold_reason = Reason.SUSPENDED
         else:

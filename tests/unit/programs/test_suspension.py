@@ -229,6 +229,19 @@ def test_nobody_is_forgotten_on_a_suspended_replica_while_another_grants() -> No
     assert driver.scheduler.programs.get("a") is None
 
 
+def test_who_waits_for_room_waits_for_a_replica_once_none_is_up() -> None:
+    """It said `no_room` beside a replica that was down."""
+    driver = Driver(Cap(n=1), replicas={"r0": 1000}, settings=LIMITS)
+    driver.arrives("a", 100)
+    driver.arrives("b", 100)
+    assert driver.program("b").hold_reason == Reason.NO_ROOM
+    driver.goes_down("r0")
+    assert driver.program("b").hold_reason == Reason.NO_REPLICA
+    driver.suspends("weights", "r0")
+    driver.comes_up("r0", 1000)
+    assert driver.program("b").hold_reason == Reason.SUSPENDED
+
+
 # --- What else may happen meanwhile
 
 

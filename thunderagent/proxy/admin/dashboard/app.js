@@ -17,6 +17,7 @@ const KEPT_S = 15 * 60;
 const COSTS = [["decode", "reasoning"], ["prefill", "prefill"], ["recompute", "over"], ["caching", "acting"], ["unused", "unused"]];
 
 let samples = [];
+let latest = null;
 let startedAt = null;
 let windowS = 300;
 let failures = 0;
@@ -123,6 +124,7 @@ async function ask() {
   samples.push(...history.samples);
   const oldest = (samples.at(-1)?.at_s ?? 0) - KEPT_S;
   samples = samples.filter((sample) => sample.at_s >= oldest);
+  latest = summary.now;
   showSummary(summary);
   showReplicas(replicas);
   showQueue(queue, summary.now, (id, pool) => story.open(id, pool), () => programs.showHeld());
@@ -173,9 +175,11 @@ function place(cell) {
   return parts.join(" · ");
 }
 
+/** Charts end with what the key figures show: that is later than the last sample. */
 function showCharts() {
-  const nowS = samples.at(-1)?.at_s ?? Date.now() / 1000;
-  for (const { chart, rows } of charts) chart.show(rows(samples), nowS, windowS);
+  const all = latest && latest.at_s > (samples.at(-1)?.at_s ?? 0) ? [...samples, latest] : samples;
+  const nowS = all.at(-1)?.at_s ?? Date.now() / 1000;
+  for (const { chart, rows } of charts) chart.show(rows(all), nowS, windowS);
 }
 
 function connection(state, text) {
