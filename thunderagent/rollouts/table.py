@@ -5,6 +5,9 @@ on disk, packed, if there is a folder. What is ended goes first when memory is s
 If that is not enough, turns are recorded without their tokens, and their programs are incomplete: a rollout is never
 silently shorter.
 
+No tenant pushes another's rollouts out. The *share* of a tenant is the memory divided by the tenants that have any:
+one with no more than that loses nothing to others, and `RESERVED_RATIO` of the memory is for such tenants alone.
+
 A program's rollout ends with the last of its turns: one that is still under way when the program ends is waited for.
 
 A turn is *taken* at its end, which costs almost nothing, and *settled* later: its tokens are decoded, compared with
@@ -37,6 +40,9 @@ PACKED_FROM_BYTES: Final = 128 * 1024
 TAKEN_RATIO: Final = 0.25
 """The part of the memory for rollouts that turns may take which are not yet settled."""
 
+RESERVED_RATIO: Final = 0.125
+"""The part of it that tenants with more than their share leave to others."""
+
 ENTRY_BYTES: Final = 2048
 """What an entry without turns is taken to need."""
 
@@ -58,6 +64,21 @@ class Answered:
 
 
 NOTHING: Final = Answered()
+
+
+class Share:
+    """What one tenant has in memory."""
+
+    __slots__ = ("ended", "live_count", "read", "size_bytes")
+
+    def __init__(self) -> None:
+        """Begin without rollouts."""
+        self.size_bytes = 0
+        self.live_count = 0
+        self.ended: dict[int, None] = {}
+        """Its ended rollouts by their number, the oldest first."""
+        self.read: dict[int, None] = {}
+        """Those of them that were read."""
 
 
 class Entry:
@@ -85,7 +106,6 @@ class Entry:
         "taken_count",
         "taken_prompt",
         "verdict",
-        "was_read",
     )
 
     def __init__(self, rollout: Rollout) -> None:
@@ -110,7 +130,6 @@ class Entry:
         """What it counts for in memory."""
         self.stored: Stored | None = None
         self.verdict = ProgramVerdict()
-        self.was_read = False
         self.changes_first = -1
         """How often weights had changed when its first turn was granted; less than 0 before that."""
 
@@ -178,6 +197,8 @@ class Table:
         self._live: dict[str, Entry] = {}
         self._ended: dict[int, Entry] = {}
         """By their number, the oldest first."""
+        self._shares: dict[str, Share] = {}
+        """By tenant."""
         self._last: dict[str, int] = {}
         """By program, the number of its last ended rollout."""
         self._dropped: dict[str, str] = {}
@@ -213,7 +234,8 @@ class Table:
             entry = None
         if entry is None:
             self._live[template.program_id] = entry = Entry(replace(template, links={}))
-            self.size_bytes += entry.size_bytes
+            self._share(entry).live_count += 1
+            self._count(entry, entry.size_bytes)
         return entry
 
     @property
@@ -261,7 +283,7 @@ class Table:
         """Note that no turn of a rollout waits any more."""
         self.unsettled.pop(id(entry), None)
         self.taken_bytes -= entry.taken_bytes
-        self.size_bytes -= entry.taken_bytes
+        self._count(entry, -entry.taken_bytes)
         entry.size_bytes -= entry.taken_bytes
         entry.taken_bytes = 0
 
@@ -275,7 +297,7 @@ class Table:
             entry.number,
             rollout.turns_count,
             self._turns_count,
-            self.size_bytes - self.taken_bytes >= self._memory_bytes,
+            self._is_full(entry),
             rollout.ended,
             is_new,
             entry.blocks if is_new else [],
@@ -309,7 +331,7 @@ class Table:
     def _wait(self, entry: Entry, size_bytes: int) -> None:
         entry.taken_bytes += size_bytes
         entry.size_bytes += size_bytes
-        self.size_bytes += size_bytes
+        self._count(entry, size_bytes)
         self.taken_bytes += size_bytes
         self.unsettled[id(entry)] = entry
 
@@ -336,7 +358,7 @@ class Table:
 
     def _record(self, entry: Entry, turn: Turn, answered: Answered, *, has_answers: bool | None) -> None:
         turn.seq = seq = entry.rollout.turns_count
-        is_over = seq >= self._turns_count or self.size_bytes - self.taken_bytes >= self._memory_bytes
+        is_over = seq >= self._turns_count or self._is_full(entry)
         output_tokens = place(entry.lineage, turn, answered, has_answers=has_answers, is_over=is_over)
         self._note(entry, turn, frame_of(turn) if seq < 2 * self._turns_count else b"", output_tokens)
 
@@ -408,6 +430,7 @@ class Table:
     def _end(self, entry: Entry, outcome: str, now_at: float) -> None:
         rollout = entry.rollout
         del self._live[rollout.program_id]
+        self._share(entry).live_count -= 1
         self._ended_count += 1
         rollout.seq, rollout.ended, rollout.outcome, rollout.ended_at = self._ended_count, True, outcome, now_at
         if rollout.granted_count > entry.taken_count:
@@ -422,6 +445,7 @@ class Table:
 
     def _keep(self, entry: Entry) -> None:
         self._ended[entry.rollout.seq] = entry
+        self._share(entry).ended[entry.rollout.seq] = None
         self._last[entry.rollout.program_id] = entry.rollout.seq
         self._measure(entry)
 
@@ -434,22 +458,58 @@ class Table:
 
     # --- bounds
 
+    def _share(self, entry: Entry) -> Share:
+        tenant: str = entry.rollout.tenant
+        share = self._shares.get(tenant)
+        if share is None:
+            share = self._shares[tenant] = Share()
+        return share
+
+    def _count(self, entry: Entry, size_bytes: int) -> None:
+        """Note that so much more of a rollout is in memory."""
+        self.size_bytes += size_bytes
+        share = self._share(entry)
+        share.size_bytes += size_bytes
+        if not share.size_bytes and not share.live_count and not share.ended:
+            del self._shares[entry.rollout.tenant]
+
     def _measure(self, entry: Entry) -> None:
         size_bytes = entry.measure()
         is_known = self._live.get(entry.rollout.program_id) is entry or self._ended.get(entry.rollout.seq) is entry
         if is_known:
-            self.size_bytes += size_bytes - entry.size_bytes
+            self._count(entry, size_bytes - entry.size_bytes)
         entry.size_bytes = size_bytes
 
+    def _has_more_than_its_share(self, share: Share) -> bool:
+        return share.size_bytes * len(self._shares) > self._memory_bytes
+
+    @property
+    def _unreserved_bytes(self) -> int:
+        """How much of the memory tenants with more than their share may fill."""
+        return int((1 - RESERVED_RATIO) * self._memory_bytes) if len(self._shares) > 1 else self._memory_bytes
+
+    def _is_full(self, entry: Entry) -> bool:
+        """Return whether there is no memory for tokens of a rollout."""
+        settled_bytes = self.size_bytes - self.taken_bytes
+        if settled_bytes >= self._memory_bytes:
+            return True
+        return settled_bytes >= self._unreserved_bytes and self._has_more_than_its_share(self._share(entry))
+
     def _make_room(self) -> None:
-        if self.size_bytes <= self._memory_bytes:
-            return
-        read = [seq for seq, entry in self._ended.items() if entry.was_read]
-        for seq in [*read, *self._ended]:
-            if self.size_bytes <= self._memory_bytes:
+        """Drop ended rollouts of the tenant that has most, until it leaves to others what is theirs."""
+        while self.size_bytes > self._unreserved_bytes:
+            most: Share | None = None
+            for share in self._shares.values():
+                if share.ended and (most is None or share.size_bytes > most.size_bytes):
+                    most = share
+            if most is None or not self._has_more_than_its_share(most):
                 return
-            if seq in self._ended:
-                self.drop(seq, "memory was short")
+            self.drop(next(iter(most.read or most.ended)), "memory was short")
+
+    def was_read(self, entry: Entry) -> None:
+        """Note that an ended rollout was read: it goes first."""
+        if entry.rollout.seq in self._ended:
+            self._share(entry).read[entry.rollout.seq] = None
 
     def _expire(self, now_at: float) -> None:
         for _ in range(100):
@@ -468,7 +528,10 @@ class Table:
             entry.rollout.complete = False
             self.gone.append(entry)
         self._give_back(entry)
-        self.size_bytes -= entry.size_bytes
+        share = self._share(entry)
+        share.ended.pop(seq, None)
+        share.read.pop(seq, None)
+        self._count(entry, -entry.size_bytes)
         entry.taken, entry.sent, entry.taken_prompt = [], [], b""
         self.dropped_count += 1
         if self._last.get(program_id) == seq:

@@ -371,7 +371,8 @@ def test_ended_ones_are_dropped_when_memory_is_short_those_that_were_read_first(
         add(to, list(range(500)), [1], of=rollout(name))
         ended = to.ended(name, 1, "", 1.0)
         assert ended is not None
-        ended.was_read = number == 5
+        if number == 5:
+            to.was_read(ended)
         if number == 6:
             assert to.find("p5") is not None or to.why_dropped("p5")
     assert to.size_bytes <= 40_000
@@ -392,6 +393,43 @@ def test_live_program_without_room_is_recorded_without_tokens() -> None:
     entry = to.find("a")
     assert entry is not None
     assert (entry.rollout.turns_count, entry.rollout.complete) == (30, False)
+
+
+def test_tenant_pushes_no_other_out() -> None:
+    """One that has no more than its share keeps its ended rollouts, and has room for the tokens of its turns."""
+    to = table(memory_bytes=100_000)
+    for number in range(3):
+        add(to, list(range(500)), [1], of=rollout(f"small{number}", tenant="small"))
+        to.ended(f"small{number}", 1, "", 1.0)
+    first = to.find("small0")
+    assert first is not None
+    to.was_read(first)
+    for number in range(60):
+        add(to, list(range(500)), [1], of=rollout(f"large{number}", tenant="large"))
+        to.ended(f"large{number}", 1, "", 2.0)
+    assert to.why_dropped("large0") == "memory was short"
+    assert to.find("large59") is not None
+    assert all(to.find(f"small{number}") is not None for number in range(3))
+    assert to.size_bytes <= 100_000
+
+
+def test_live_programs_of_one_tenant_leave_room_to_another() -> None:
+    """Even if nothing of theirs can be dropped; once they are gone nothing counts any more."""
+    to = table(memory_bytes=200_000)
+    small = rollout("small", tenant="small")
+    assert add(to, [1], [2], of=small).missing == ""
+    for _ in range(100):
+        last = add(to, list(range(1000)), [1], of=rollout("large", tenant="large"))
+    assert last.missing == "too_large"
+    for _ in range(3):
+        assert add(to, list(range(500)), [2], of=small).missing == ""
+    assert add(to, [1], [2], of=rollout("large", tenant="large")).missing == "too_large"
+    for name in ("small", "large"):
+        ended = to.ended(name, 1, "", 1.0)
+        assert ended is not None
+        to.drop(ended.rollout.seq, "it was deleted")
+    assert to.size_bytes == 0
+    assert not to._shares
 
 
 def test_rollouts_expire() -> None:

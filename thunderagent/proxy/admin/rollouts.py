@@ -86,7 +86,7 @@ class RolloutHandlers:
         for entry in found:
             if (line := await _read(rollouts, entry, view)) is not None:
                 await response.write(line + b"\n")
-                entry.was_read = True
+                rollouts.table.was_read(entry)
         await response.write_eof()
         return response
 
@@ -118,7 +118,7 @@ async def _read(rollouts: Rollouts, entry: Entry, view: View) -> bytes | None:
     write = partial(_written, entry.rollout, turns, view)
     body = await asyncio.to_thread(write) if len(turns) > 1 else write()
     if entry.rollout.ended:
-        entry.was_read = True
+        rollouts.table.was_read(entry)
     return body
 
 

@@ -115,7 +115,11 @@ class SettlingProcess(asyncio.Protocol):
             self.number += 1
             self._buffer.clear()
             ours.setblocking(False)
-            await loop.create_connection(lambda: self, sock=ours)
+            try:
+                await loop.create_connection(lambda: self, sock=ours)
+            except BaseException:
+                ours.close()
+                raise
         finally:
             self._starting = None
 
@@ -127,6 +131,8 @@ class SettlingProcess(asyncio.Protocol):
     def close(self) -> None:
         """End it."""
         self._is_closed = True
+        if self._starting is not None:
+            self._starting.cancel()
         transport, self._transport = self._transport, None
         if transport is not None:
             transport.abort()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from thunderagent.proxy.reading.capture import CHAT, Asked, Capture
 from thunderagent.proxy.reading.taken import TAKEN_BYTES, Settler, Taken
 from thunderagent.proxy.watch.rollouts import MAX_DEATHS_COUNT, Rollouts, RolloutSettings
+from thunderagent.proxy.watch.settling import SettlingProcess
 from thunderagent.rollouts.records import (
     Rollout,
     Turn,
@@ -340,3 +342,25 @@ async def test_no_file_lacks_the_turns_that_wait(tmp_path: Path) -> None:
     assert found is not None
     assert [each.link for each in await again.turns(found)] == ["root", "extends"]
     await closed(again)
+
+
+async def test_process_that_is_closed_while_it_starts_leaves_no_socket() -> None:
+    """Whatever its start had done."""
+    before = open_sockets()
+    for steps_count in range(4):
+        process = SettlingProcess(lambda _: None, lambda: None)
+        process.start()
+        for _ in range(steps_count):
+            await asyncio.sleep(0)
+        process.close()
+    await asyncio.sleep(0.05)
+    assert open_sockets() == before
+
+
+def open_sockets() -> list[str]:
+    """Return the sockets of this process."""
+    links = []
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            links.append(str(path.readlink()))
+    return sorted(link for link in links if link.startswith("socket:"))
