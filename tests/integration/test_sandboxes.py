@@ -278,7 +278,14 @@ async def test_a_program_that_changes_hands_while_a_handle_is_looked_up_gets_no_
     driver.put("box", {}, tell=False)
     programs = RuntimePrograms(runtime)
     manager = Manager(
-        owner, {"docker": driver}, programs, caps=Caps(), templates={}, new_id=lambda: "s", settings=TRUSTING
+        owner,
+        {"docker": driver},
+        programs,
+        caps=Caps(),
+        templates={},
+        new_id=lambda: "s",
+        new_name=lambda: "n",
+        settings=TRUSTING,
     )
     admin = Admin(runtime, Replicas(runtime, []), CollectorRegistry(), tenancy, manager)
     handler = admin.open if path == "/programs" else SandboxHandlers(manager, tenancy).request

@@ -192,13 +192,18 @@ async def run(folder: Path, engine: DockerEngine, proxy: Server, *words: str) ->
     return process.returncode, output.decode()
 
 
-async def let_go(engine: DockerEngine) -> str:
-    """Wait until the program has a sandbox in preparation, and let its setup end; return the sandbox."""
+async def let_go(engine: DockerEngine, running: asyncio.Task[tuple[int | None, str]]) -> str:
+    """Wait until the program that runs has a sandbox in preparation, and let its setup end; return the sandbox."""
 
     async def has_begun() -> bool:
-        return bool(sandboxes_of(engine))
+        return bool(sandboxes_of(engine)) or running.done()
 
-    await until(has_begun, within_s=120)
+    try:
+        await until(has_begun, within_s=400)  # to import some of them takes a busy machine minutes
+    except TimeoutError:
+        running.cancel()
+        raise
+    assert not running.done(), running.result()
     (sandbox,) = sandboxes_of(engine)
     with contextlib.closing(engine.client()) as client:
         client.exec_start(client.exec_create(sandbox, ["touch", "/go"]))
@@ -230,7 +235,7 @@ async def test_swe_rex(environment: Path, docker_engine: DockerEngine, run_proxy
     async with preparing(run_proxy, docker_engine, f"[sandbox_templates.coder]\n{mounts()}", tmp_path) as proxy:
         python = str(environment)
         first = asyncio.create_task(run(tmp_path, docker_engine, proxy, python, "-c", snippet("SWE-agent", "python")))
-        sandbox = await let_go(docker_engine)
+        sandbox = await let_go(docker_engine, first)
         status, output = await first
         assert (status, output.strip()) == (0, "13"), output
         with contextlib.closing(docker_engine.client()) as client:
@@ -258,7 +263,7 @@ async def test_harbor(environment: Path, docker_engine: DockerEngine, run_proxy:
     async with preparing(run_proxy, docker_engine, "[sandbox_templates.coder]", tmp_path) as proxy:
         words = ("sh", "-c", f"PATH={environment.parent}:$PATH; {command}")
         running = asyncio.create_task(run(tmp_path, docker_engine, proxy, *words))
-        sandbox = await let_go(docker_engine)
+        sandbox = await let_go(docker_engine, running)
         status, output = await running
         assert status == 0, output
         (result,) = (tmp_path / "jobs").glob("*/*/result.json")
@@ -279,7 +284,7 @@ async def test_openhands(environment: Path, docker_engine: DockerEngine, run_pro
     async with preparing(run_proxy, docker_engine, "\n".join(lines), tmp_path) as proxy:
         python = str(environment)
         first = asyncio.create_task(run(tmp_path, docker_engine, proxy, python, "-c", snippet("OpenHands", "python")))
-        sandbox = await let_go(docker_engine)
+        sandbox = await let_go(docker_engine, first)
         status, output = await first
         assert status == 0, output
         assert output.strip().splitlines()[-1] == "42", output

@@ -109,6 +109,7 @@ def build_manager(config: ServeConfig, runtime: Runtime) -> Manager | None:
         ),
         templates={name: _with_warm(template, config.warm) for name, template in config.sandbox_templates.items()},
         new_id=lambda: secrets.token_hex(6),
+        new_name=lambda: secrets.token_hex(6),
         settings=ManagerSettings(
             idle_limit_s=config.sandbox_idle_limit_s or inf,
             reclaim_on_shutdown=config.sandbox_reclaim_on_shutdown,

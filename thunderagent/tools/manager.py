@@ -139,12 +139,13 @@ class Manager:
         caps: Caps,
         templates: Mapping[str, Template],
         new_id: Callable[[], str],
+        new_name: Callable[[], str],
         settings: ManagerSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """Start empty; `clock` is that of the scheduler, `wall_clock` returns Unix time."""
-        self.table = SandboxTable(caps, new_id)
+        self.table = SandboxTable(caps, new_id, new_name)
         self.templates = templates
         self.settings = settings or ManagerSettings()
         self.failure_counts: Counter[str] = Counter()

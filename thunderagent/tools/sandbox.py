@@ -142,12 +142,14 @@ class Sandbox:
         "why",
     )
 
-    def __init__(self, sandbox_id: str, template: Template, template_name: str, requested_s: float) -> None:
+    def __init__(
+        self, sandbox_id: str, template: Template, template_name: str, requested_s: float, *, name: str
+    ) -> None:
         """Create a requested sandbox that belongs to nobody yet."""
         self.sandbox_id = sandbox_id
         """Its owners' name for it. Whoever takes it over brings a name of their own."""
-        self.name = sandbox_id
-        """The engine's name of it, which stays, and names no program."""
+        self.name = name
+        """The engine's name of it, which stays: where others may get it, it is no program's id of a sandbox."""
         self.template = template
         self.digest = template.digest()
         self.template_name = template_name

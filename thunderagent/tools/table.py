@@ -78,11 +78,12 @@ def needed_in_s(runs: Callable[[str], bool], expected_holds_s: Mapping[str, floa
 class SandboxTable:
     """Every known sandbox, by id, by program and by handle."""
 
-    def __init__(self, caps: Caps, new_id: Callable[[], str]) -> None:
-        """Start empty; `new_id` returns unused names."""
+    def __init__(self, caps: Caps, new_id: Callable[[], str], new_name: Callable[[], str]) -> None:
+        """Start empty; `new_id` returns unused ids, and `new_name` unused names for the engine."""
         self.caps = caps
         self.sandboxes: dict[str, Sandbox] = {}
         self._new_id = new_id
+        self._new_name = new_name
         self._of_program: dict[str, dict[str, Sandbox]] = {}
         self._by_handle: dict[tuple[str, str], Sandbox] = {}
         self._by_share_key: dict[str, Sandbox] = {}
@@ -141,7 +142,7 @@ class SandboxTable:
             sandbox = self._best_warm(now_s, template.digest())
         if sandbox is None:
             self.check_count(1)
-            sandbox = Sandbox(self._new_id(), template, template_name, now_s)
+            sandbox = self._new(template, template_name, now_s)
             self.sandboxes[sandbox.sandbox_id] = sandbox
         if share_key:
             sandbox.share_key = share_key
@@ -166,7 +167,7 @@ class SandboxTable:
         sandbox = self._by_handle.get((kind, place.handle))
         if sandbox is None:
             template = Template.model_construct(driver=cast("DriverKind", kind))  # its template is unknown
-            sandbox = Sandbox(self._new_id(), template, "", now_s)
+            sandbox = self._new(template, "", now_s)
             self.sandboxes[sandbox.sandbox_id] = sandbox
             sandbox.given = True
             sandbox.stage = Stage.IN_USE
@@ -175,6 +176,12 @@ class SandboxTable:
         if sandbox.stage in (Stage.READY, Stage.IN_USE):
             self._join(sandbox, program_id)
         return sandbox
+
+    def _new(self, template: Template, template_name: str, now_s: float) -> Sandbox:
+        sandbox_id, name = self._new_id(), self._new_name()
+        return Sandbox(
+            sandbox_id, template, template_name, now_s, name=sandbox_id if template.is_of_its_program else name
+        )
 
     def _best_warm(self, now_s: float, digest: str) -> Sandbox | None:
         """Return a warm one that is ready, otherwise one in preparation; one that has not begun is no help."""
@@ -469,7 +476,7 @@ class SandboxTable:
         for sandbox in reversed(giving_way):
             instead = None
             if sandbox.program_ids:
-                instead = Sandbox(self._new_id(), sandbox.template, sandbox.template_name, now_s)
+                instead = self._new(sandbox.template, sandbox.template_name, now_s)
                 self._exchange(sandbox, instead)
             self.reclaim(sandbox, "others need its room", instead)
         return True
@@ -496,5 +503,5 @@ class SandboxTable:
             if has_wanted:
                 return  # they come first
             for _ in range(count - len(there)):
-                sandbox = Sandbox(self._new_id(), template, name, now_s)
+                sandbox = self._new(template, name, now_s)
                 self.sandboxes[sandbox.sandbox_id] = self._unowned[sandbox.sandbox_id] = sandbox

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import inspect
 import json
+import os
 import shutil
 import signal
 import socket
@@ -92,6 +93,19 @@ def first_process(
             subprocess.run(["pkill", "-KILL", "-s", str(process.pid)], check=False)
 
 
+def fill(process: subprocess.Popen[str]) -> None:
+    """Fill the pipe of its errors, so that whoever writes there waits for a reader."""
+    assert process.stderr is not None
+    there = os.open(f"/proc/self/fd/{process.stderr.fileno()}", os.O_WRONLY | os.O_NONBLOCK)
+    try:
+        for size in (4096, 1):
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    os.write(there, b"x" * size)
+    finally:
+        os.close(there)
+
+
 # --- the first process ------------------------------------------------------------------------------------------------
 
 
@@ -127,14 +141,18 @@ def test_the_watchdog_cannot_be_asked_to_end(shell: list[str]) -> None:
 
 
 @in_each_shell
-def test_output_that_nobody_reads_keeps_nothing_alive(shell: list[str]) -> None:
+def test_output_that_nobody_reads_keeps_nothing_alive(shell: list[str], tmp_path: Path) -> None:
     """Neither the end of the time nor the command's end waits for a reader."""
+    full = tmp_path / f"{shell[0]}-full"
     flood = "while :; do echo much >&2; done"
-    after_its_end = f"({flood}) & sleep 0.3; exit 3"
+    after_its_end = f"until [ -e {full} ]; do sleep 0.05; done; exit 3"
     with (
-        first_process(shell, "sh", "-c", flood, ttl_s=1) as during,
-        first_process(shell, "sh", "-c", after_its_end, ttl_s=1) as after,
+        first_process(shell, "sh", "-c", flood, ttl_s=2) as during,
+        first_process(shell, "sh", "-c", after_its_end, ttl_s=2) as after,
     ):
+        fill(during)
+        fill(after)
+        full.touch()
         assert during.wait(20) == after.wait(20) == 124
 
 

@@ -77,7 +77,7 @@ class World:
     def releases(self, program_id: str) -> None:
         self.manager.observe(Tick(0.0), [Release(program_id, 1, Reason.RELEASED)])
 
-    async def until(self, condition: Callable[[], object], within_s: float = 5.0) -> None:
+    async def until(self, condition: Callable[[], object], within_s: float = 30.0) -> None:
         async with asyncio.timeout(within_s):
             while not condition():
                 await asyncio.sleep(0.002)
@@ -91,9 +91,10 @@ async def running(
     before: Callable[[FakeDriver], None] = lambda driver: None,
     templates: dict[str, Template] | None = None,
     kind: str = "docker",
+    name_letter: str = "s",
 ) -> AsyncIterator[World]:
-    """Run a manager; at the end no task is left and its driver is closed."""
-    ids = count(1)
+    """Run a manager; at the end no task is left and its driver is closed. Names are by default as the ids."""
+    ids, names = count(1), count(1)
     driver, programs = FakeDriver(OWNER), FakePrograms()
     before(driver)
     manager = Manager(
@@ -103,6 +104,7 @@ async def running(
         caps=caps or Caps(backoff_s=0.01),
         templates=TEMPLATES if templates is None else templates,
         new_id=lambda: f"s{next(ids)}",
+        new_name=lambda: f"{name_letter}{next(names)}",
         settings=settings,
     )
     tasks_before = asyncio.all_tasks()
@@ -884,6 +886,7 @@ async def test_an_engine_that_hangs_keeps_no_other_from_reclaiming() -> None:
         caps=Caps(),
         templates={},
         new_id=lambda: "s1",
+        new_name=lambda: "s1",
         settings=replace(FAST, reclaims_count=1, reclaim_timeout_s=60.0),
     )
     task = asyncio.create_task(manager.run())
@@ -1038,13 +1041,13 @@ async def test_a_program_that_is_held_gets_a_warm_one_that_others_may_need_first
 
 
 async def test_a_sandbox_that_may_go_to_another_program_is_labelled_with_none() -> None:
-    """Labels cannot be changed, so they would name the wrong one. One with its program's network stays its."""
+    """Name and labels cannot be changed, so they would name the wrong one's. One with its program's network stays."""
     templates = {"plain": Template(image="i"), "networked": Template(image="i", network="own")}
-    async with running(templates=templates) as world:
-        for name in templates:
-            await world.has_ready("p", template=name)
-        assert [each.program_id for each in world.driver.orders] == ["", "p"]
-        assert "p" not in world.driver.orders[0].labels.values()
+    async with running(templates=templates, name_letter="n") as world:
+        reports = [await world.has_ready("p", template=name) for name in templates]
+        assert [each["sandbox_id"] for each in reports] == ["s1", "s2"]
+        assert [(each.sandbox_id, each.program_id) for each in world.driver.orders] == [("n1", ""), ("s2", "p")]
+        assert not {"p", "s1"} & set(world.driver.orders[0].labels.values())
 
 
 # --- suspending -------------------------------------------------------------------------------------------------------

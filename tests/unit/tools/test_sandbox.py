@@ -30,8 +30,8 @@ PLAIN = Template(image="plain")
 
 
 def table_with(**caps: float) -> SandboxTable:
-    ids = count(1)
-    return SandboxTable(Caps(**caps), lambda: f"s{next(ids)}")  # type: ignore[arg-type]
+    ids, names = count(1), count(1)
+    return SandboxTable(Caps(**caps), lambda: f"s{next(ids)}", lambda: f"n{next(names)}")  # type: ignore[arg-type]
 
 
 def plan(
@@ -107,7 +107,7 @@ def test_who_leaves_during_the_preparation_is_reclaimed() -> None:
 def test_an_illegal_step_raises(stage: Stage) -> None:
     """Every pair that is not in the table is a bug, and raises."""
     for step in Step:
-        sandbox = Sandbox("s", PLAIN, "", 0.0)
+        sandbox = Sandbox("s", PLAIN, "", 0.0, name="n")
         sandbox.stage = stage
         if (stage, step) in STEPS:
             sandbox.advance(step)

@@ -93,7 +93,7 @@ class ToolHost:
         self._waiting: deque[tuple[float, float, Action]] = deque()
         hands_count = settings.hands_count or sys.maxsize
         caps = Caps(sandbox_count=sys.maxsize, disk_bytes=settings.disk_bytes, hands_count=hands_count)
-        self._table = SandboxTable(caps, map(str, count()).__next__)
+        self._table = SandboxTable(caps, map(str, count()).__next__, map(str, count()).__next__)
         self._template = Template.model_construct(driver="callback", disk_bytes=settings.sandbox_disk_bytes)
         self._asked: dict[str, Sandbox] = {}
         """Those that the table knows, by their ids there."""
