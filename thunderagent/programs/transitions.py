@@ -1482,7 +1482,7 @@ class SchedulerView:
     @property
     def prefill_token_s(self) -> float:
         """See `View`."""
-        return self._core.knowledge.prices.token_s
+        return self._core.knowledge.prices.decided_token_s
 
     def break_even_s(self, replica_id: str | None) -> float:
         """See `View`."""

@@ -451,7 +451,7 @@ class Runtime:
             turn for turn in scheduler.turns.values() if turn.account_id == replica_id and turn.started_s is None
         ]
         uncached = (turn.prompt_tokens - max(turn.resident_tokens, turn.kept_tokens) for turn in waiting)
-        return max(0, max(uncached, default=0)) * scheduler.knowledge.prices.of(replica_id).token_s
+        return max(0, max(uncached, default=0)) * scheduler.knowledge.prices.of(replica_id).decided_token_s
 
     def aborted_ago_s(self, replica_id: str) -> float:
         """Return how long ago a trainer aborted what runs on a replica; infinite if never."""

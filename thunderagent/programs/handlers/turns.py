@@ -517,7 +517,7 @@ class Turns:
             account.heard_s = book.now_s
             loaded_tokens = knowledge.loading_tokens(ended) if knowledge.tiers.by_replica else 0
             price = knowledge.prices.of(turn.account_id)
-            prefill_token_s = price.token_s if price.is_measured else None
+            prefill_token_s = price.decided_token_s if price.is_measured else None
             book.ledger.charge_turn(account, ended, prefill_token_s=prefill_token_s, loaded_tokens=loaded_tokens)
             knowledge.turn_left_engine(ended, account.turn_count - 1)
             if not turn.unrepresentative:

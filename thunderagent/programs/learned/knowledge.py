@@ -275,7 +275,7 @@ class Knowledge:
 
     def loading_tokens(self, ended: TurnEnded) -> int:
         """Return how many tokens could have been computed in the time that a turn loaded from its replica's tier."""
-        return int(self.tiers.loading_s(ended) / self.prices.of(ended.turn.account_id).token_s)
+        return int(self.tiers.loading_s(ended) / self.prices.of(ended.turn.account_id).decided_token_s)
 
     def idle_limit_s(self, tool: str) -> float:
         """Return the time in a tool after which a program will most likely not come back. Cost: O(intervals)."""
@@ -304,7 +304,7 @@ class Knowledge:
         self.turn_means.turn_ended(ended)
         self._measure_reserves()
         self.role_outputs.turn_ended(ended)
-        program.ideal_s_total += self.goodput.turn_ended(ended, self.prices.of(ended.turn.account_id).token_s)
+        program.ideal_s_total += self.goodput.turn_ended(ended, self.prices.of(ended.turn.account_id).decided_token_s)
         program.last_ended_s = ended.now_s
 
     def turn_left_engine(self, ended: TurnEnded, others_count: int) -> None:
@@ -315,7 +315,7 @@ class Knowledge:
         turn, is_row, loaded_tokens = ended.turn, not ended.turn.unrepresentative, 0
         if self.tiers.by_replica and is_row and ended.branch is not None:
             price = self.prices.of(turn.account_id)
-            loaded = self.tiers.turn_ended(ended, price.answered_s(ended, others_count), price.token_s)
+            loaded = self.tiers.turn_ended(ended, price.answered_s(ended, others_count), price.decided_token_s)
             is_row, loaded_tokens = loaded is not None, loaded or 0
         least_tokens = ended.uncached_tokens
         if ended.cached_tokens is None:

@@ -188,6 +188,7 @@ class Price:
         "_since_fit",
         "_turns",
         "cautious_token_s",
+        "decided_token_s",
         "high_token_s",
         "is_measured",
         "iteration_s",
@@ -214,6 +215,8 @@ class Price:
         self.least_token_s = 0.0
         self.most_token_s = inf
         """The interval that turns or counters tell: decisions count on its ends, and not on what sums add."""
+        self.decided_token_s = FIRST_TOKEN_S
+        """The estimate that turns or counters tell: what decisions count on, where they count on an estimate."""
         self.iteration_s = 0.0
         """Seconds for each iteration, whatever it computes; 0 until known."""
         self.sequence_s = 0.0
@@ -289,12 +292,12 @@ class Price:
         return is_due
 
     def export(self, replica_id: str) -> ReplicaPriceRecord:
-        """Return what is known."""
+        """Return what decisions count on: they are the same after a restart. Sums are soon fitted anew."""
         return ReplicaPriceRecord(
             replica_id,
-            self.token_s,
-            self.low_token_s,
-            self.high_token_s,
+            self.decided_token_s,
+            self.least_token_s,
+            self.most_token_s,
             self.iteration_s,
             self.sequence_s,
             self.source,
@@ -422,6 +425,7 @@ class Price:
         """Let decisions count on the present interval."""
         self.least_token_s, self.most_token_s = self.low_token_s, self.high_token_s
         self.cautious_token_s = max(self.low_token_s, self.token_s / 2)
+        self.decided_token_s = self.token_s
 
     def _sharpen(self, best: Bounds) -> None:
         """Say what sums tell, if that is closer; `best` is what turns or counters tell."""
@@ -511,6 +515,11 @@ class Prices:
         """Seconds for each computed prompt token on the usual replica."""
         return self._middle.token_s
 
+    @property
+    def decided_token_s(self) -> float:
+        """The same, without what sums add: what decisions count on."""
+        return self._middle.decided_token_s
+
     def turn_ended(self, replica_id: str, turn: SeenTurn, others_count: int) -> None:
         """Remember a turn of a replica on which `others_count` are still in flight. Cost: O(1), mostly."""
         price = self._by_replica.get(replica_id)
@@ -570,6 +579,7 @@ class Prices:
         middle, others = known[len(known) // 2], self._others
         self._middle = middle
         others.token_s, others.iteration_s, others.sequence_s = middle.token_s, middle.iteration_s, middle.sequence_s
+        others.decided_token_s = middle.decided_token_s
         others.low_token_s = min([each.low_token_s for each in known]) / SIBLING_RATIO
         others.high_token_s = max([each.high_token_s for each in known]) * SIBLING_RATIO
         others.least_token_s = min([each.least_token_s for each in known]) / SIBLING_RATIO
@@ -1012,7 +1022,7 @@ def _width_of(bounds: Bounds) -> float:
 
 
 def _token_s_of(price: Price) -> float:
-    return price.token_s
+    return price.decided_token_s
 
 
 def _error_of(fit: Fit) -> float:

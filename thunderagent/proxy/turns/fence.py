@@ -243,7 +243,7 @@ class Fence:
                 again = True
                 try:
                     takes = self._takes(record, lease.granted, staleness)
-                except ProgramStaleError:  # the weights changed meanwhile
+                except BaseException:  # meanwhile the weights changed, or nobody lists its model any more
                     lease.refused()
                     raise
                 if takes:

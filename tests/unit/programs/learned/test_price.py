@@ -329,6 +329,22 @@ def test_what_was_learned_is_kept_and_taken_over() -> None:
     assert again.of("r0").token_s == first.of("r0").token_s == pytest.approx(5e-4, rel=0.2)
 
 
+def test_decisions_count_on_the_same_price_before_and_after_a_restart() -> None:
+    """Sums sharpen what is shown; what policies read and what is kept is without them."""
+    driver = Driver(token_s=None)
+    prices, again = driver.scheduler.knowledge.prices, Prices()
+    for turn in crowd(1e-4, 128):
+        prices.turn_ended("r0", turn, 60)
+    price = prices.of("r0")
+    assert price.token_s != price.decided_token_s
+    assert (price.low_token_s, price.high_token_s) != (price.least_token_s, price.most_token_s)
+    assert driver.scheduler.view.prefill_token_s == prices.of("new").decided_token_s == price.decided_token_s
+    again.adopt(prices.export())
+    taken = again.of("r0")
+    assert (taken.least_token_s, taken.most_token_s) == (price.least_token_s, price.most_token_s)
+    assert (taken.token_s, taken.cautious_token_s) == (price.decided_token_s, price.cautious_token_s)
+
+
 def test_a_lost_replica_is_learned_anew_from_the_turns_after_it() -> None:
     price = Price()
     for number in range(20):

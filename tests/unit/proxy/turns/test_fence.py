@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from thunderagent.errors import ProgramStaleError, RequestError
-from thunderagent.proxy.turns.fence import Staleness, places, salt_of, salted_prefix, staleness_of
+from thunderagent.errors import ProgramStaleError, RequestError, UnknownModelError
+from thunderagent.leases import Lease, TurnEnd
+from thunderagent.leases.open_lease import OpenLease
+from thunderagent.proxy.turns.fence import Fence, FenceSettings, Staleness, places, salt_of, salted_prefix, staleness_of
 
 NUMBERS = {"a": 5, "b": 6, "c": 7}
 
@@ -81,3 +87,49 @@ def test_header_says_one_program_s_bound() -> None:
     ):
         with pytest.raises(RequestError):
             staleness_of(wrong, default)
+
+
+class Fleet:
+    """Two replicas whose model may vanish, and who takes their leases back."""
+
+    def __init__(self) -> None:
+        self.is_served = True
+        self.ended: list[TurnEnd] = []
+        known = {each: SimpleNamespace(weight_number=1, cache_serial=1) for each in ("a", "b")}
+        states = {each: SimpleNamespace(suspended_for=()) for each in known}
+        self.map = SimpleNamespace(open_ids=tuple(known), states=states)
+        self.known, self.has_pools = known, True
+        self.weights = SimpleNamespace(serial=1, on_change=[])
+
+    def observe(self, *_: object) -> None:
+        """Report nothing."""
+
+    def lives(self, *_: object) -> bool:
+        return True
+
+    def ids_serving(self, model: str) -> list[str]:
+        if not self.is_served:
+            raise UnknownModelError(model)
+        return list(self.known)
+
+    def lease(self, turn_id: int) -> OpenLease:
+        keeper: Any = SimpleNamespace(ended=self.ended.append)
+        return OpenLease(keeper, Lease(turn_id, "p", 3, "a", "http://a", None, "fits", 0.0))
+
+
+async def test_lease_is_given_back_if_its_model_vanishes_while_the_turn_waits() -> None:
+    """Whatever is raised between the grant and the start: nobody else has the lease yet."""
+    fleet: Any = Fleet()
+    fence = Fence(FenceSettings("turn", Staleness()), fleet, fleet, ())
+    record: Any = SimpleNamespace(turn=SimpleNamespace(program_id="p"), maker_id=None, model="m", held_s=0.0)
+    turns = iter((1, 2))
+
+    async def ask(wanted_replica_id: str | None, *, again: bool) -> OpenLease:
+        turn_id = next(turns)
+        fleet.is_served = turn_id == 1
+        return fleet.lease(turn_id)
+
+    assert (await fence.lease(record, None, ask, None, nullcontext)).granted.turn_id == 1
+    with pytest.raises(UnknownModelError):
+        await fence.lease(record, None, ask, None, nullcontext)
+    assert [(end.turn_id, end.outcome) for end in fleet.ended] == [(2, "refused")]
