@@ -163,9 +163,12 @@ def said_in(headers: CIMultiDictProxy[str], more_headers: Sequence[str] = ()) ->
 
 
 def _check_spelling(name: str) -> None:
-    """Raise `RequestError` if a header, in lower case, is nearly one of ours. One that is near none is another's."""
+    """Raise `RequestError` if a header, in lower case, is nearly one of ours. One that is near none is another's.
+
+    `X-Program` is: clients tell with it who they are.
+    """
     word = name.removeprefix("x-program-")
-    if word in _MEANT:
+    if word in _MEANT or name == "x-program":
         return
     if word != name:
         near = get_close_matches(word.replace("-", "_"), _MEANT, 1, _LEAST_NEAR)

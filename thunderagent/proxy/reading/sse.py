@@ -12,10 +12,10 @@ import msgspec
 UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding an engine's bytes may raise; unreadable data is ignored."""
 
-_EVENT_ENDS: Final[tuple[bytes, ...]] = (b"\n\n", b"\r\n\r\n", b"\r\r")
+_EVENT_ENDS: Final[tuple[bytes, ...]] = (b"\n\n", b"\n\r\n", b"\r\r")
 _LINE: Final = re.compile(rb"[^\r\n]+")
 LARGE_EVENT_BYTES: Final = 2**18
-_BLANK_LINE: Final = re.compile(rb"\n\n|\r\n\r\n|\r\r")
+_BLANK_LINE: Final = re.compile(rb"\n\r?\n|\r\r")
 
 
 def end_of_last_event(data: bytes, start: int) -> int:

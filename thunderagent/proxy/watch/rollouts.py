@@ -133,6 +133,7 @@ class Rollouts:
                 if entry.settled_by == settling.number and not entry.taken
             ]
             settling.send(batches)
+        settling.end_if_silent()
         if table.unsettled or table.gone:
             self._send_soon()
 

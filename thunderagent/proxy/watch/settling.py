@@ -1,6 +1,7 @@
 """The process that settles turns beside the proxy: it decodes what engines said, compares it, and packs the records.
 
 Messages go over a socket, each with its length before it: batches there, what became of them back, in the same order.
+Before that it says that it is ready: one that ends earlier did not die of its batches.
 It ends when the proxy does, however that ends, since its socket is closed then.
 """
 
@@ -33,9 +34,13 @@ log = structlog.get_logger("thunderagent.rollouts")
 RESTART_S: Final = 1.0
 """How long after the end of one process the next one begins."""
 
+SILENCE_S: Final = 60.0
+"""A process that answers nothing for so long, though it was sent turns, hangs or was stopped: it is ended."""
+
 _MAIN: Final = "import sys; sys.path[:] = {}; from thunderagent.proxy.watch.settling import main; main()"
 _EFFECT: Final = "what it had not settled waits for another process"
 _READ_BYTES: Final = 2**20
+_READY: Final = b""
 
 
 def main() -> None:
@@ -45,6 +50,7 @@ def main() -> None:
     settler, buffer = Settler(), bytearray()
     with socket.socket(fileno=0) as connection:
         try:
+            connection.sendall(_sized(_READY))
             while data := connection.recv(_READ_BYTES):
                 buffer += data
                 replies = [_sized(encode_settled(settler.settle(decode_batch(each)))) for each in taken_out(buffer)]
@@ -53,9 +59,18 @@ def main() -> None:
             return
 
 
-def _started(handle: int) -> subprocess.Popen[bytes]:
+def _started() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a process; return it, and our end of its socket. Raises `OSError` if files or processes are short."""
     command = [sys.executable, "-c", _MAIN.format(sys.path)]  # it imports what this process does
-    return subprocess.Popen(command, stdin=handle, stdout=subprocess.DEVNULL)  # noqa: S603 - ours
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs:
+            process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL)  # noqa: S603 - ours
+    except OSError:
+        ours.close()
+        raise
+    ours.setblocking(False)
+    return process, ours
 
 
 def taken_out(buffer: bytearray) -> list[bytes]:
@@ -86,6 +101,10 @@ class SettlingProcess(asyncio.Protocol):
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
         self._begins_at_s = 0.0
+        self._unanswered_count = 0
+        self._heard_s = 0.0
+        """When it last answered, or was sent the first of what it has not answered."""
+        self._is_ready = False
         self._starting: asyncio.Task[None] | None = None
         self._is_closed = False
         self.number = 0
@@ -94,27 +113,25 @@ class SettlingProcess(asyncio.Protocol):
     @property
     def is_up(self) -> bool:
         """Whether it takes batches."""
-        return self._transport is not None
+        return self._transport is not None and self._is_ready
 
     def start(self) -> None:
         """Start it, if it does not run, and the last one has not just ended."""
         loop = asyncio.get_running_loop()
-        if self._starting is None and not self.is_up and not self._is_closed and loop.time() >= self._begins_at_s:
+        is_none = self._starting is None and self._transport is None and not self._is_closed
+        if is_none and loop.time() >= self._begins_at_s:
             self._starting = loop.create_task(self._start(loop))
 
     async def _start(self, loop: asyncio.AbstractEventLoop) -> None:
-        ours, theirs = socket.socketpair()
         try:
-            with theirs:
-                self._process = _started(theirs.fileno())
+            self._process, ours = _started()
         except OSError as error:
-            ours.close()
             self._begins_at_s = loop.time() + RESTART_S
             log.error("rollout_settling_ended", why=str(error), effect=_EFFECT)  # noqa: TRY400
         else:
             self.number += 1
             self._buffer.clear()
-            ours.setblocking(False)
+            self._is_ready, self._unanswered_count, self._heard_s = False, 1, loop.time()
             try:
                 await loop.create_connection(lambda: self, sock=ours)
             except BaseException:
@@ -126,7 +143,17 @@ class SettlingProcess(asyncio.Protocol):
     def send(self, batches: Iterable[Batch]) -> None:
         """Send batches; it is up."""
         assert self._transport is not None
-        self._transport.write(b"".join([_sized(encode_batch(each)) for each in batches]))
+        sent = [_sized(encode_batch(each)) for each in batches]
+        if not self._unanswered_count:
+            self._heard_s = asyncio.get_running_loop().time()
+        self._unanswered_count += len(sent)
+        self._transport.write(b"".join(sent))
+
+    def end_if_silent(self) -> None:
+        """End it if it no longer answers; another follows."""
+        silence_s = asyncio.get_running_loop().time() - self._heard_s
+        if self._transport is not None and self._unanswered_count and silence_s > SILENCE_S:
+            self._transport.abort()
 
     def close(self) -> None:
         """End it."""
@@ -153,8 +180,13 @@ class SettlingProcess(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Pass on what was settled."""
         self._buffer += data
+        self._heard_s = asyncio.get_running_loop().time()
         for message in taken_out(self._buffer):
-            self._settled(decode_settled(message))
+            self._unanswered_count -= 1
+            if message == _READY:
+                self._is_ready = True
+            else:
+                self._settled(decode_settled(message))
 
     def eof_received(self) -> None:
         """Close the connection."""

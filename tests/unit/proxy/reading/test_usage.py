@@ -63,6 +63,17 @@ def test_the_client_gets_the_bytes_that_it_asked_for(end: str, fingerprint: bool
     assert stream.usage == READ
 
 
+@pytest.mark.parametrize("end", [b"\r\n\n", b"\n\r\n"])
+def test_a_blank_line_may_end_otherwise_than_the_line_before_it(end: bytes) -> None:
+    """Intermediaries add lines of their own; the usage event is still found, and removed."""
+    stream = StreamUsage(take_out=True)
+    usage = as_asked(usage=True, end="\n").replace(b"\n\n", end)
+    assert fed(stream, *(usage[at : at + 1] for at in range(len(usage)))) == as_asked(usage=False, end="\n").replace(
+        b"\n\n", end
+    )
+    assert stream.usage == READ
+
+
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_empty_lines_between_events_stay(end: str) -> None:
     """This holds even if the event that follows them is removed."""

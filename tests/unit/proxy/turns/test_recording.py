@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import signal
+import socket
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -14,6 +18,7 @@ from hypothesis import strategies as st
 
 from thunderagent.proxy.reading.capture import CHAT, Asked, Capture
 from thunderagent.proxy.reading.taken import TAKEN_BYTES, Settler, Taken
+from thunderagent.proxy.watch import settling
 from thunderagent.proxy.watch.rollouts import MAX_DEATHS_COUNT, Rollouts, RolloutSettings
 from thunderagent.proxy.watch.settling import SettlingProcess
 from thunderagent.rollouts.records import (
@@ -281,6 +286,67 @@ async def test_turns_are_settled_with_nobody_asking_also_if_the_process_is_kille
     assert len(pids) == 3
     assert [each.link for each in await recorded.turns(entry)] == ["root", "extends", "extends"]
     assert (entry.rollout.complete, entry.rollout.turns_count) == (True, 3)
+    await closed(recorded)
+
+
+async def test_a_process_that_stands_still_is_ended_and_another_settles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was stopped, or hangs: nothing is lost, and who reads meanwhile is answered."""
+    recorded = rollouts()
+    entry = begun(recorded.table)
+    recorded.table.take(entry, taken([1, 2], [5]))
+    recorded.attend(entry)
+    await until_settled(recorded)
+    process = recorded._settling._process
+    assert process is not None
+    process.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(settling, "SILENCE_S", 0.3)
+    recorded.table.take(entry, taken([1, 2, 5, 3], [6]))
+    recorded.attend(entry)
+    async with asyncio.timeout(30):
+        while recorded._settling.is_up or not entry.taken:
+            await asyncio.sleep(0.01)
+    assert [each.link for each in await recorded.turns(entry)] == ["root", "extends"]
+    assert entry.rollout.complete
+    await closed(recorded)
+
+
+async def test_process_that_is_killed_before_it_is_ready_died_of_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often: it had not been sent any."""
+    monkeypatch.setattr(settling, "RESTART_S", 0.01)
+    recorded, pids = rollouts(), set[int]()
+    entry = begun(recorded.table)
+    recorded.table.take(entry, taken([1, 2], [5]))
+    recorded.attend(entry)
+    async with asyncio.timeout(60):
+        while len(pids) <= MAX_DEATHS_COUNT:
+            process = recorded._settling._process
+            if process is not None and process.pid not in pids:
+                assert not recorded._settling.is_up
+                pids.add(process.pid)
+                process.kill()
+            await asyncio.sleep(0.01)
+    await until_settled(recorded)
+    assert (entry.rollout.complete, entry.rollout.turns_count) == (True, 1)
+    await closed(recorded)
+
+
+async def test_process_begins_once_there_are_files_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy that is short of files does not go without it for ever."""
+    monkeypatch.setattr(settling, "RESTART_S", 0.01)
+    short = OSError(errno.EMFILE, "Too many open files")
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "socketpair", Mock(side_effect=short))
+        recorded = rollouts()
+        entry = begun(recorded.table)
+        recorded.table.take(entry, taken([1, 2], [5]))
+        recorded._settling.start()
+        async with asyncio.timeout(30):
+            while not recorded._settling._begins_at_s:
+                await asyncio.sleep(0.01)
+    recorded.attend(entry)
+    await until_settled(recorded)
+    assert recorded._settling.is_up
+    assert entry.rollout.turns_count == 1
     await closed(recorded)
 
 
