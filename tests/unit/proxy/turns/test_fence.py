@@ -127,7 +127,8 @@ async def test_lease_is_given_back_if_its_model_vanishes_while_the_turn_waits() 
     async def ask(wanted_replica_id: str | None, *, again: bool) -> OpenLease:
         turn_id = next(turns)
         fleet.is_served = turn_id == 1
-        return fleet.lease(turn_id)
+        lease: OpenLease = fleet.lease(turn_id)
+        return lease
 
     assert (await fence.lease(record, None, ask, None, nullcontext)).granted.turn_id == 1
     with pytest.raises(UnknownModelError):
