@@ -59,14 +59,24 @@ class Segments:
         return sum(self._sizes.values())
 
     def append(self, rollout: Rollout, blocks: Sequence[bytes]) -> tuple[Stored, list[int]]:
-        """Write a rollout; return where it is, and which files were deleted for it."""
+        """Write a rollout; return where it is, and which files were deleted for it.
+
+        If it cannot be written, nothing of it stays: what follows would stand elsewhere than is noted.
+        """
         summary, body = encode_rollout(rollout), b"".join(_sized(block) for block in blocks)
         head = _sized(summary) + len(body).to_bytes(8, "little")
         if self._handle is None or self._sizes[self._number] + len(head) + len(body) > self._segment_bytes:
             self._begin()
         assert self._handle is not None
         offset = self._sizes[self._number]
-        _write(self._handle, head + body)
+        try:
+            _write(self._handle, head + body)
+        except OSError:
+            try:
+                os.ftruncate(self._handle, offset)
+            except OSError:
+                self.close()  # the next one begins another file
+            raise
         self._sizes[self._number] = offset + len(head) + len(body)
         return Stored(self._number, offset + len(head), len(body)), self._delete_oldest()
 
@@ -74,9 +84,14 @@ class Segments:
         self.close()
         self._number += 1
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-        self._handle = os.open(self._path(self._number), flags, 0o600)
-        _write(self._handle, _MAGIC)
-        self._sizes[self._number] = len(_MAGIC)
+        handle = os.open(self._path(self._number), flags, 0o600)
+        try:
+            _write(handle, _MAGIC)
+        except OSError:
+            os.close(handle)
+            self._path(self._number).unlink(missing_ok=True)
+            raise
+        self._handle, self._sizes[self._number] = handle, len(_MAGIC)
 
     def _delete_oldest(self) -> list[int]:
         deleted = []

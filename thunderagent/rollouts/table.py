@@ -518,6 +518,10 @@ class Table:
                 return
             self.drop(seq, "it ended too long ago")
 
+    def keeps(self, entry: Entry) -> bool:
+        """Return whether an ended rollout was not dropped."""
+        return self._ended.get(entry.rollout.seq) is entry
+
     def drop(self, seq: int, why: str) -> None:
         """Forget an ended rollout, and remember why."""
         entry = self._ended.pop(seq, None)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
@@ -39,6 +41,7 @@ from thunderagent.rollouts.tokens import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=50)
@@ -486,6 +489,38 @@ def test_rollouts_are_found_again_on_disk(tmp_path: Path) -> None:
     assert deleted == []
     assert path.stat().st_mode & 0o777 == 0o600
     assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@contextmanager
+def files_of_at_most(size_bytes: int) -> Iterator[None]:
+    """Let writes beyond this size fail, after those bytes that fit, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("room_bytes", [3, 100])
+def test_rollout_that_does_not_fit_on_the_disk_spoils_no_other(tmp_path: Path, room_bytes: int) -> None:
+    """Part of it was written, or not even the begin of a file."""
+    folder = tmp_path / "rollouts"
+    segments, blocks = Segments(folder, 10**9), [os.urandom(1000)]
+    if room_bytes > 3:
+        segments.append(rollout(seq=1), [])
+        room_bytes += segments.size_bytes
+    for _ in range(2):
+        with files_of_at_most(room_bytes), pytest.raises(OSError, match="too large"):
+            segments.append(rollout("b", seq=2), blocks)
+    stored, _ = segments.append(rollout("c", seq=3), blocks)
+    assert segments.read(stored) == blocks
+    segments.close()
+    (path,) = folder.iterdir()
+    assert path.stat().st_size == segments.size_bytes
+    found = list(Segments(folder, 10**9).found())
+    assert found[-1] == (found[-1][0], stored)
+    assert [each.program_id for each, _ in found] == (["a", "c"] if room_bytes > 3 else ["c"])
 
 
 def test_oldest_file_is_deleted_when_disk_is_short(tmp_path: Path) -> None:

@@ -81,6 +81,8 @@ class Rollouts:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
         self._wanted: dict[int, Entry] = {}
         """Rollouts to pack, once the thread has done what it does."""
+        self._unstored: dict[int, Entry] = {}
+        """Those that could not be written: again after the next one that can, or at the end."""
         self._works = False
         self._is_closed = False
         self._settling = SettlingProcess(self._settled, self._settling_ended)
@@ -289,9 +291,17 @@ class Rollouts:
         self.table.stored(entry, stored)
         for number in deleted:
             self.table.drop_segment(number)
+        self._wanted |= self._to_store_again()
 
     def _was_not_stored(self, entry: Entry, why: str) -> None:
-        log.error("rollout_not_stored", program_id=entry.rollout.program_id, why=why, effect="it stays in memory")
+        effect = "it is lost" if self._is_closed else "it stays in memory until another one can be stored"
+        log.error("rollout_not_stored", program_id=entry.rollout.program_id, why=why, effect=effect)
+        self._unstored = {**self._to_store_again(), id(entry): entry}
+
+    def _to_store_again(self) -> dict[int, Entry]:
+        """Take out those that could not be written, and were not dropped since."""
+        unstored, self._unstored = self._unstored, {}
+        return {number: entry for number, entry in unstored.items() if self.table.keeps(entry)}
 
     def close(self) -> None:
         """Write what is under way, and what is wanted; end the thread."""
@@ -302,9 +312,9 @@ class Rollouts:
         for entry in list(self.table.unsettled.values()):
             self.settle(entry)
         self._thread.shutdown(wait=True)
-        wanted, self._wanted = self._wanted, {}
+        wanted, self._wanted = self._wanted | self._to_store_again(), {}
         for entry in wanted.values():
-            self._packed(self._parcel(entry))
+            self._packed(self._parcel(entry))()
         if self._segments is not None:
             self._segments.close()
 

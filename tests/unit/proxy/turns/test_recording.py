@@ -350,6 +350,44 @@ async def test_process_begins_once_there_are_files_again(monkeypatch: pytest.Mon
     await closed(recorded)
 
 
+@pytest.mark.parametrize("ends", [True, False])
+async def test_rollout_that_did_not_fit_on_the_disk_is_stored_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, ends: bool
+) -> None:
+    """With the next one that fits, or when the proxy ends."""
+    folder = tmp_path / "rollouts"
+    recorded = rollouts(folder)
+    segments = recorded._segments
+    assert segments is not None
+
+    async def ended(program_id: str) -> Entry:
+        entry = begun(recorded.table, program_id)
+        recorded.table.take(entry, taken([1, 2], [5]))
+        assert recorded.table.ended(program_id, 1, "", recorded.clock()) is entry
+        recorded.attend(entry)
+        await until_settled(recorded)
+        async with asyncio.timeout(30):
+            while entry.stored is None and id(entry) not in recorded._unstored:
+                await asyncio.sleep(0.01)
+        return entry
+
+    with monkeypatch.context() as patched:
+        patched.setattr(segments, "append", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        first = await ended("a")
+    assert [each.link for each in await recorded.turns(first)] == ["root"]
+    if not ends:
+        await ended("b")
+        async with asyncio.timeout(30):
+            while first.stored is None:
+                await asyncio.sleep(0.01)
+    await closed(recorded)
+    again = rollouts(folder)
+    found = again.table.find("a")
+    assert found is not None
+    assert [each.link for each in await again.turns(found)] == ["root"]
+    await closed(again)
+
+
 async def test_processes_that_die_of_the_same_turns_do_not_go_on_for_ever() -> None:
     """These have no records, and the rollout says so."""
     recorded = rollouts()
