@@ -327,9 +327,14 @@ def show(results: list[Json]) -> None:
                 waited_s = [sum(one[what]["mean"] for what in ("place_s", "setup_s")) for one in (each, its)]
                 print(
                     f"{arm}, {policy}: on the critical path for sandboxes {waited_s[0]:.2f} s a program, {other} "
-                    f"{waited_s[1]:.2f} s: {waited_s[1] / max(waited_s[0], 0.001):.1f} times as long; disk at peak "
+                    f"{waited_s[1]:.2f} s: {_times_as_long(*waited_s)}; disk at peak "
                     f"{its['disk_peak_bytes'] / max(each['disk_peak_bytes'], 1):.1f} times as much"
                 )
+
+
+def _times_as_long(waited_s: float, other_s: float) -> str:
+    """Compare two waits; one below 10 ms is none, and nothing is a multiple of it."""
+    return f"{other_s / waited_s:.1f} times as long" if waited_s >= 0.01 else "no wait against one"
 
 
 def _preparing(first_s: float | None, later_s: float | None) -> str:

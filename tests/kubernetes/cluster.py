@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ADDRESS = "10.10.0.1"
 API = f"https://{ADDRESS}:6443"
 NODE = "node"
-READY_S = 120.0
+READY_S = 300.0
 GATES = "--feature-gates=TTLAfterFinished=true"
 """Removes finished Jobs after their time: on by default from 1.21."""
 USERS = {
