@@ -187,6 +187,26 @@ async def test_failures_are_recorded_with_their_verdict() -> None:
         assert (found["turns"][0]["missing"], found["complete"], found["mask_sample"]) == ("no_ids", False, True)
 
 
+async def test_error_inside_an_answer_is_found_as_without_rollouts() -> None:
+    """Also in one whose ids were taken out before: the client gets it from another replica, which alone is recorded."""
+
+    async def fails(call: Call) -> None:
+        await answers({"object": "error", "message": "out of memory", "code": 500, "prompt_token_ids": [1, 2]})(call)
+
+    async with (
+        fake_replica(fails) as failing,
+        fake_replica(TokenEngine()) as good,
+        running_proxy(failing.url, good.url, **RECORDS) as proxy,
+    ):
+        for number in range(4):
+            answer = await chat(proxy.url, f"p{number}", [said("w1 w2")])
+            assert "out of memory" not in answer.body.decode()
+            found = await rollout(proxy.url, f"p{number}")
+            (turn,) = found["turns"]
+            assert (turn["outputs"][0]["ids"], turn["outcome"]) == ([100 + 2 * number, 101 + 2 * number], "finished")
+            assert not found["mask_sample"]
+
+
 async def test_weight_versions_stamp_each_turn() -> None:
     """From what the trainer told the proxy."""
     engine = TokenEngine()

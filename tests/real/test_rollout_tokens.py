@@ -45,6 +45,8 @@ APIS = {
 ENGINE_ARGS = {"vllm": ("--max-num-seqs", "16", "--enable-scale-out"), "sglang": ("--max-running-requests", "16")}
 TURNS_EACH_COUNT = 20
 AT_A_TIME_COUNT = 12
+KILLED_TOKENS = 60
+"""The longest answers while engines are killed: long enough to be met in their middle."""
 REQUEST_ID = re.compile(r"r\d{7}x")
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 
@@ -55,6 +57,7 @@ class Asked:
 
     path: str
     how: str
+    streams: bool = False
     had_answer: bool = False
 
 
@@ -70,9 +73,16 @@ class Agent:
     """One program: a conversation in one API."""
 
     def __init__(
-        self, client: httpx2.AsyncClient, number: int, asked: dict[str, Asked], kind: str = "vllm", tries_count: int = 3
+        self,
+        client: httpx2.AsyncClient,
+        number: int,
+        asked: dict[str, Asked],
+        kind: str = "vllm",
+        tries_count: int = 3,
+        most_tokens: int = 9,
     ) -> None:
         """Draw what it does by its number, on an engine of a kind; send a turn up to `tries_count` times."""
+        self._most_tokens = most_tokens
         self._client = client
         self._kind = kind
         self._tries_count = tries_count
@@ -107,7 +117,7 @@ class Agent:
         self._ids += [int(each[1:]) for each in text.split()]
 
     def _request(self, request_id: str, *, streams: bool) -> tuple[str, Json]:
-        count = self._rng.randrange(3, 10)
+        count = self._rng.randrange(self._most_tokens // 3, self._most_tokens + 1)
         sampling = {"temperature": 1.0, "ignore_eos": True, "min_tokens": count, "max_tokens": count}
         body: Json = {"model": MODEL_NAME, "stream": streams}
         if self._kind == "sglang":
@@ -136,7 +146,7 @@ class Agent:
         streams = self._rng.random() < 0.5
         request_id = f"r{len(self._asked):07}x"
         path, body = self._request(request_id, streams=streams)
-        asked = self._asked[request_id] = Asked(path, how)
+        asked = self._asked[request_id] = Asked(path, how, streams)
         headers = {"X-Program-ID": self.program_id, "X-Request-Id": request_id, "X-Program-Group": "g"}
         sent = asyncio.create_task(self._answer(path, body, headers, streams=streams))
         if how != "well":
@@ -196,7 +206,7 @@ def own_tokens(tap: Path) -> dict[str, dict[int, Own]]:
     """Return what the engine's core got and made, by request and choice."""
     by_id: dict[str, Own] = {}
     found: dict[str, dict[int, Own]] = {}
-    for line in tap.read_text().splitlines():
+    for line in tap.read_text().rpartition("\n")[0].splitlines():  # the last one may be half written
         said = json.loads(line)
         if "prompt" in said:
             by_id[said["id"]] = own = Own(said["prompt"])
@@ -205,6 +215,19 @@ def own_tokens(tap: Path) -> dict[str, dict[int, Own]]:
         elif said["id"] in by_id:
             by_id[said["id"]].tokens += said["tokens"]
     return found
+
+
+def is_streaming(tap: Path, asked: dict[str, Asked], before: set[str]) -> bool:
+    """Return whether an engine is in the middle of streams to clients that stay, none of them sent before."""
+    if not tap.exists():
+        return False
+    made = {name: len(choices[0].tokens) for name, choices in own_tokens(tap).items() if name not in before}
+    going = [
+        name
+        for name, count in made.items()
+        if 4 <= count < KILLED_TOKENS // 3 and asked[name].streams and asked[name].how == "well"
+    ]
+    return len(going) > 1
 
 
 def whole_prompts(turns: list[Json]) -> list[list[int]]:
@@ -329,12 +352,15 @@ async def test_engines_that_are_killed_lose_no_turn(vllm: None, run_proxy: RunPr
         agents = list[Agent]()
         for number in range(kills_count):
             engine = list(taps)[number % 2]
-            new = [Agent(client, len(agents) + each, asked, tries_count=1) for each in range(programs_count)]
+            new = [
+                Agent(client, len(agents) + each, asked, tries_count=1, most_tokens=KILLED_TOKENS)
+                for each in range(programs_count)
+            ]
             agents += new
             running = asyncio.create_task(run_all(new, TURNS_EACH_COUNT // 2))
-            sent_count = len(asked)
+            before = set(asked)
             async with asyncio.timeout(300):
-                while len(asked) < sent_count + AT_A_TIME_COUNT + 10 * number:
+                while not is_streaming(taps[engine], asked, before):
                     await asyncio.sleep(0.01)
             await engine.kill()
             await engine.start()

@@ -277,7 +277,10 @@ class Forwarding:
                 return None
             if not upstream.is_whole:
                 await self._client.whole_within(replica_id, upstream, MOST_JUDGED_BYTES)
-            record.error = found = error_of_body(upstream.whole())
+            body, recording = upstream.whole(), record.recording
+            if recording is not None and recording.reads(upstream.status, None):
+                body = recording.take_whole(body)  # without what only we asked for: it is searched
+            record.error = found = error_of_body(body)
             record.is_judged = True
         elif not (upstream.is_whole or says_something(upstream.peek()) or await self._has_begun(replica_id, upstream)):
             return None

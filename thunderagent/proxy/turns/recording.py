@@ -42,6 +42,8 @@ class Recording:
         self._entry: Entry | None = None
         """Its program's rollout, once an engine gets it."""
         self._capture: Capture | None = None
+        self._edited: bytes | None = None
+        """The whole answer as its client gets it, once it was read."""
         self._version = ""
         self._number = 0
         """Weights of its replica when it was granted."""
@@ -55,7 +57,7 @@ class Recording:
         if self._entry is None:
             self._entry = self._entry_of(record, granted.generation)
             self._entry.rollout.granted_count += 1
-        self._capture = None
+        self._capture, self._edited = None, None
         known = self._replicas.known.get(granted.replica_id)
         self._version, self._number = ("", 0) if known is None else (known.weight_version, known.weight_number)
         if known is None or record.method != "POST":
@@ -101,8 +103,12 @@ class Recording:
         return self._capture is not None
 
     def take_whole(self, body: bytes) -> bytes:
-        """Read a whole answer, and return what its client gets."""
-        return body if self._capture is None else self._capture.take_whole(body)
+        """Read a whole answer, and return what its client gets: it is read once for all who ask."""
+        if self._capture is None:
+            return body
+        if self._edited is None:
+            self._edited = self._capture.take_whole(body)
+        return self._edited
 
     @property
     def pending_bytes(self) -> int:
