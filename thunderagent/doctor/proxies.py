@@ -12,12 +12,13 @@ from thunderagent.doctor.asking import NO_ANSWER, Answer, Asker
 from thunderagent.doctor.engines import clock
 from thunderagent.doctor.findings import Finding, fault, ok, warning
 from thunderagent.errors import ConfigurationError
-from thunderagent.programs.state.health import ReplicaState
 from thunderagent.serving.security import check_security, is_loopback
 
 LONG_HELD_S = 60.0
 """A turn that is held for longer is worth a look."""
 KEY_HEADER = "X-ThunderAgent-Key"
+FROZEN = "frozen"
+"""The verdict of a replica that answers its polls while its turns stand still."""
 FROZEN_REMEDY = "see its log: it hangs; restart it, unless it goes on by itself"
 UNREACHABLE_REMEDY = (
     "make it reachable from the proxy's machine, at the same address; if it is not reachable from here either, start it"
@@ -191,7 +192,7 @@ def _replicas(proxy: Proxy) -> Iterator[Finding]:
                 "replica_up",
                 subject,
                 f"For the proxy it is down: {replica['why_down']}.",
-                FROZEN_REMEDY if replica.get("verdict") == ReplicaState.FROZEN else UNREACHABLE_REMEDY,
+                FROZEN_REMEDY if replica.get("verdict") == FROZEN else UNREACHABLE_REMEDY,
             )
         elif replica["breaker"] != "closed":
             yield warning(

@@ -8,7 +8,8 @@ import pytest
 
 from thunderagent.doctor.asking import Answer
 from thunderagent.doctor.findings import Level
-from thunderagent.doctor.proxies import Proxy, findings_of
+from thunderagent.doctor.proxies import FROZEN, Proxy, findings_of
+from thunderagent.programs.state.health import ReplicaState
 
 
 @pytest.mark.parametrize(
@@ -21,6 +22,7 @@ from thunderagent.doctor.proxies import Proxy, findings_of
 )
 def test_remedy_for_a_replica_that_is_not_up_fits_its_verdict(verdict: str, why_down: str, remedy: str) -> None:
     """A frozen one answers: to make it reachable is no help."""
+    assert FROZEN == ReplicaState.FROZEN
     replica = {"replica_id": "10.0.0.1:8000", "up": False, "verdict": verdict, "why_down": why_down}
     ready = Answer(503, json.dumps({"ready": False, "why": "no replica is up"}))
     proxy = Proxy("here", has_key=False, health=Answer(200), ready=ready)
