@@ -139,7 +139,7 @@ async def test_the_charts_tell_the_last_sample(world: World, open_page: OpenPage
         await expect(chart.locator(".when")).to_have_text(re.compile(r"^\d\d:\d\d:\d\d$"))
 
 
-async def test_why_the_first_of_the_queue_is_held_stands_above_it(world: World, open_page: OpenPage) -> None:
+async def test_reason_of_the_queue_head_stands_above_the_queue(world: World, open_page: OpenPage) -> None:
     """The sentence is the API's; each row says for how long and why; the tile shows the longest wait."""
     async with open_page(world.url) as page:
         queue = await world.get("/queue")
@@ -282,7 +282,7 @@ async def test_programs_are_searched_filtered_and_sorted(world: World, open_page
         await expect(page.locator("th[aria-sort='descending']")).to_have_text("Program")
 
 
-async def test_it_follows_what_happens_without_a_reload(tmp_path: Path, open_page: OpenPage) -> None:
+async def test_dashboard_follows_without_a_reload(tmp_path: Path, open_page: OpenPage) -> None:
     """Programs come, continue when there is room, and end; an open story shows this."""
     async with world_at(tmp_path / "proxy.log") as world, open_page(world.url) as page:
         await page.evaluate("window.notReloaded = true")
@@ -318,7 +318,7 @@ async def test_a_link_to_a_program_that_is_not_there_says_so(world: World, open_
         )
 
 
-async def test_what_is_asked_a_moment_later_contradicts_no_key_figure(world: World, open_page: OpenPage) -> None:
+async def test_later_answer_contradicts_no_key_figure(world: World, open_page: OpenPage) -> None:
     """The same count stands on the page twice: both come from one answer."""
     asked = asyncio.Event()
 
@@ -372,7 +372,7 @@ async def test_ids_are_text_whatever_they_look_like(world: World, open_page: Ope
         await world.client.post("/programs/release", json={"program_id": name})
 
 
-async def test_dark_and_light(world: World, open_page: OpenPage) -> None:
+async def test_dashboard_is_readable_in_dark_and_light(world: World, open_page: OpenPage) -> None:
     """The page follows the system; the button changes it, and the choice stays."""
     ground = "getComputedStyle(document.body).backgroundColor"
     async with open_page(world.url, color_scheme="dark") as page:
@@ -430,7 +430,7 @@ async def test_nothing_is_clipped_or_wider_than_the_screen(world: World, open_pa
             assert await page.locator(element).evaluate("e => e.scrollWidth - e.clientWidth") <= 0
 
 
-async def test_where_there_is_nothing_it_says_so(tmp_path: Path, open_page: OpenPage) -> None:
+async def test_empty_dashboard_says_that_nothing_is_there(tmp_path: Path, open_page: OpenPage) -> None:
     """The page shows that no program is live, that no turn waits, and why a replica is down."""
     async with serving(tmp_path / "proxy.log", *NO_REPLICA, ready=False) as server, open_page(server.url) as page:
         await expect(page.locator("#no-rows")).to_contain_text("No program is live. Send a turn to")

@@ -163,7 +163,7 @@ async def test_a_program_says_why_it_waits_and_what_it_holds() -> None:
         await held
 
 
-async def test_who_waits_for_memory_is_told_how_much() -> None:
+async def test_waiting_program_is_told_how_much_memory_is_missing() -> None:
     """The default policy, with a replica that is too small for two programs."""
     async with fake_replica(capacity_tokens=1000) as replica, running_proxy(replica.url) as proxy:
         gate = replica.behaviour = Gate()
@@ -228,7 +228,7 @@ async def test_a_report_on_a_replica_that_never_was_up_changes_nothing() -> None
             assert replica.replica_id not in proxy.runtime.scheduler.ledger.accounts
 
 
-async def test_who_is_not_admitted_is_in_the_queue_and_says_so() -> None:
+async def test_program_outside_the_admission_window_stands_in_the_queue_and_says_so() -> None:
     """It stands behind all that wait for room, with the reason; its story says what must happen."""
     gate = Gate()
     config = {"policy": "passthrough", "admission": "window", "policy_args": {"admission.n": "1"}}
@@ -393,7 +393,7 @@ async def test_the_ready_line_names_the_policy_with_its_parts() -> None:
         assert (await get(server.url, "/replicas")).json()["policy"] == "breakeven+global_policy=reassign"
 
 
-async def test_it_is_not_called_ready_while_no_replica_is_up() -> None:
+async def test_proxy_is_not_ready_while_no_replica_is_up() -> None:
     """The first line says so, and another one says when one is."""
     async with fake_replica() as replica, contextlib.AsyncExitStack() as stack:
         await replica.stop()

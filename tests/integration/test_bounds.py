@@ -120,7 +120,7 @@ async def test_a_lease_is_believed_no_more_tokens_than_the_largest_replica_has()
         assert newcomer.claim_tokens < 500
 
 
-async def test_what_a_data_key_says_of_its_leases_teaches_of_its_own_programs_alone() -> None:
+async def test_lease_of_a_data_key_teaches_about_its_own_programs_only() -> None:
     """They teach neither how others' bytes count nor what engines keep and compute; an admin key's leases do."""
     async with (
         fake_replica(capacity_tokens=10_000) as replica,
@@ -310,7 +310,7 @@ async def test_an_answer_that_is_too_large_to_be_kept_is_passed_on_as_it_comes()
 # --- what is held
 
 
-async def test_past_the_bound_of_held_turns_the_next_gets_503_and_nothing_is_lost(replica: FakeReplica) -> None:
+async def test_turn_past_the_bound_of_held_turns_gets_503_and_nothing_is_lost(replica: FakeReplica) -> None:
     gate = Gate()
     replica.behaviour = gate
     async with running_proxy(replica.url, **cap(1), max_held_turns_count=3) as proxy:
@@ -426,7 +426,7 @@ async def test_a_key_holds_no_more_than_its_part(replica: FakeReplica) -> None:
 # --- patience and programs
 
 
-async def test_past_what_patience_may_overdraw_a_turn_is_told_the_truth() -> None:
+async def test_turn_past_the_patience_overdraft_is_told_why() -> None:
     """It gets 503 before its client gives up, with the time to come again."""
     gate = Gate()
     async with fake_replica(gate, capacity_tokens=1000) as replica, running_proxy(replica.url, **cap(1)) as proxy:
@@ -448,7 +448,7 @@ async def test_past_what_patience_may_overdraw_a_turn_is_told_the_truth() -> Non
         assert sorted(answer.status for answer in await asyncio.gather(*tasks)) == [200, *[503] * 9]
 
 
-async def test_past_the_cap_of_programs_the_oldest_without_a_turn_are_forgotten_then_503(replica: FakeReplica) -> None:
+async def test_table_past_its_cap_forgets_the_oldest_idle_programs_then_answers_503(replica: FakeReplica) -> None:
     gate = Gate()
     caps = {"tenant_max_programs_count": 3, "max_programs_count": 5}
     async with running_proxy(replica.url, **caps) as proxy:
@@ -487,7 +487,7 @@ async def test_a_tenant_comes_from_the_key_and_the_header_does_not_count(replica
         }
 
 
-async def test_where_the_option_is_off_the_header_counts(replica: FakeReplica) -> None:
+async def test_header_counts_where_the_option_is_off(replica: FakeReplica) -> None:
     async with running_proxy(replica.url, **KEYS, tenant_from_key=False) as proxy:
         await post(proxy.url, CHAT, turn("a"), RED, ("X-Program-Tenant", "blue"))
         program = proxy.runtime.scheduler.programs.get("a")
@@ -612,7 +612,7 @@ async def test_two_tenants_share_no_idempotency_key() -> None:
         assert [(await wire.answer()).status for wire in (one, other)] == [200, 200]
 
 
-async def test_where_only_admins_have_keys_all_programs_need_one(replica: FakeReplica) -> None:
+async def test_every_program_needs_a_key_where_only_admins_have_keys(replica: FakeReplica) -> None:
     async with running_proxy(replica.url, admin_keys=(ADMIN_LINE,)) as proxy:
         await ask(proxy.url, "a")
         for target in ("/programs", "/programs/a"):

@@ -98,7 +98,7 @@ async def test_a_replica_that_hangs_is_passed_over() -> None:
         await until(lambda: all(call.left.is_set() for call in hangs.calls))
 
 
-async def test_where_all_hang_it_is_a_504_after_so_many_tries() -> None:
+async def test_turn_gets_504_after_its_tries_where_all_engines_hang() -> None:
     async with (
         fake_replica(Gate()) as one,
         fake_replica(Gate()) as other,
@@ -452,7 +452,7 @@ async def test_turns_wait_when_all_engines_die_and_come_back() -> None:
         assert {answer.status for answer in await asyncio.gather(*turns)} == {200}
 
 
-async def test_what_is_in_flight_on_a_silent_replica_ends() -> None:
+async def test_turn_in_flight_on_a_silent_replica_ends() -> None:
     """Before the first byte a turn goes elsewhere, or waits; after it the stream ends with one event."""
     hangs, polls = Gate([stream_head(), chunk(word("one"))]), {"poll_deadline_s": 0.2, "poll_silence_limit_s": 1.0}
 
@@ -478,7 +478,7 @@ async def test_what_is_in_flight_on_a_silent_replica_ends() -> None:
         assert (await breaker_of(proxy, silent))["verdict"] == "up"
 
 
-async def test_what_was_lost_by_a_restart_between_two_polls_is_retried() -> None:
+async def test_turn_lost_by_a_restart_between_two_polls_is_retried() -> None:
     """The turn has no tries left, and its replica is up; but another process answers there than before."""
 
     def metrics(started_s: float) -> str:
@@ -499,7 +499,7 @@ async def test_what_was_lost_by_a_restart_between_two_polls_is_retried() -> None
             assert (report["up"], report["incarnation"]) == (True, 1)
 
 
-async def test_what_was_sent_to_the_process_before_a_restart_ends_although_its_connection_is_open() -> None:
+async def test_turn_sent_before_a_restart_ends_although_its_connection_is_open() -> None:
     """Something in between keeps it open."""
     async with fake_replica(Gate()) as replica:
         replica.metrics = f"{exposition(1_000_000)}process_start_time_seconds 1\n"
@@ -542,7 +542,7 @@ FREEZES = {"frozen_limit_s": 1.5, "policy": "passthrough", "policy_args": {}}
 IDLE_QUEUE = 'vllm:num_requests_running{engine="0"} 1.0\nvllm:num_requests_waiting{engine="0"} 0.0\n'
 
 
-async def test_what_is_in_flight_on_a_frozen_replica_goes_elsewhere() -> None:
+async def test_turn_in_flight_on_a_frozen_replica_goes_elsewhere() -> None:
     """It answers its polls, and nothing moves. It comes back with the first check that is answered."""
     async with (
         fake_replica(Gate()) as frozen,

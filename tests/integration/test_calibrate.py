@@ -255,7 +255,7 @@ RANKS = "".join(f'vllm:cache_config_info{{engine="{rank}",num_gpu_blocks="None"}
         (MadeUpEngine(api_key="secret"), r"http://127.0.0.1:\d+/v1/models answered 401: who are you\?"),
     ],
 )
-async def test_what_cannot_be_measured_is_said_with_its_reason(made_up: MadeUpEngine, says: str) -> None:
+async def test_unmeasurable_figure_is_reported_with_its_reason(made_up: MadeUpEngine, says: str) -> None:
     with pytest.raises(CalibrationError, match=says):
         await calibrated(made_up)
 

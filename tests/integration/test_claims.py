@@ -119,7 +119,7 @@ async def test_reclaiming_removes_the_claim(api: KubernetesApi, driver: ClaimDri
     await driver.reclaim(place.handle)
 
 
-async def test_what_is_not_ours_stays(api: KubernetesApi, driver: ClaimDriver) -> None:
+async def test_foreign_claims_stay(api: KubernetesApi, driver: ClaimDriver) -> None:
     """Neither a claim without a label nor another proxy's is removed or found; a labelled one is given to us."""
     spec = {"warmPoolRef": {"name": "coders"}}
     api.create("sandboxclaims", {"metadata": {"name": "users"}, "spec": spec})
@@ -151,7 +151,7 @@ async def test_the_next_run_finds_what_this_one_left(api: KubernetesApi, driver:
         ([condition("Finished", is_true=True, reason="PodFailed", message="exit 3")], "PodFailed: exit 3"),
     ],
 )
-async def test_one_that_ends_fails_with_the_reason(
+async def test_ended_claim_fails_with_the_reason(
     api: KubernetesApi, driver: ClaimDriver, said: list[dict[str, Any]], why: str
 ) -> None:
     """Nothing is left."""
@@ -163,7 +163,7 @@ async def test_one_that_ends_fails_with_the_reason(
     assert api.all_of("sandboxclaims") == []
 
 
-async def test_one_that_is_never_ready_says_what_the_claim_says(api: KubernetesApi, driver: ClaimDriver) -> None:
+async def test_claim_that_is_never_ready_reports_its_condition(api: KubernetesApi, driver: ClaimDriver) -> None:
     """Before the manager's own limit, which could not."""
     preparing = asyncio.create_task(driver.prepare(order(prepare_timeout_s=1.0)))
     await until(lambda: api.has("sandboxclaims", "thunderagent-a1"))
@@ -173,7 +173,7 @@ async def test_one_that_is_never_ready_says_what_the_claim_says(api: KubernetesA
     assert api.all_of("sandboxclaims") == []
 
 
-async def test_one_that_is_removed_meanwhile_fails(api: KubernetesApi, driver: ClaimDriver) -> None:
+async def test_removed_claim_fails_the_preparation(api: KubernetesApi, driver: ClaimDriver) -> None:
     """By somebody else, before it was usable."""
     preparing = asyncio.create_task(driver.prepare(order()))
     await until(lambda: api.has("sandboxclaims", "thunderagent-a1"))

@@ -95,7 +95,7 @@ async def test_a_block_is_a_program(proxy: RunningProxy) -> None:
             assert live(proxy) == []
 
 
-async def test_an_error_and_a_cancellation_release_too(replica: FakeReplica, proxy: RunningProxy) -> None:
+async def test_error_and_cancellation_release_too(replica: FakeReplica, proxy: RunningProxy) -> None:
     replica.behaviour = answers(status="404 Not Found")
     with pytest.raises(openai.NotFoundError):
         async with program() as p, p.async_openai(max_retries=0) as client:
@@ -144,7 +144,7 @@ async def test_a_program_that_is_cancelled_in_a_turn_leaves_nothing() -> None:
         assert replica.calls[0].left.is_set()
 
 
-async def test_programs_within_a_program(proxy: RunningProxy) -> None:
+async def test_programs_nest_within_a_program(proxy: RunningProxy) -> None:
     """Each has its own turns; the inner ones end first."""
     async with program("outer") as outer:
         await async_say(outer)
@@ -161,7 +161,7 @@ async def test_programs_within_a_program(proxy: RunningProxy) -> None:
     assert live(proxy) == []
 
 
-async def test_decorated_functions(proxy: RunningProxy) -> None:
+async def test_decorated_functions_run_as_programs(proxy: RunningProxy) -> None:
     seen = []
 
     def turn_of_current() -> Program:
@@ -186,7 +186,7 @@ async def test_decorated_functions(proxy: RunningProxy) -> None:
     assert live(proxy) == []
 
 
-async def test_what_helpers_send(proxy: RunningProxy) -> None:
+async def test_helpers_send_their_headers(proxy: RunningProxy) -> None:
     """Group and branch reach the scheduler; the other forms name the same program."""
     async with program("task", group="prompt-3") as p:
         assert set(proxy.runtime.scheduler.book.groups) == {("", "prompt-3")}, (

@@ -130,7 +130,7 @@ async def test_an_engine_with_several_ranks_is_told_once(path: str) -> None:
             assert [tuple(replica.suspended_for) for replica in replicas] == expected
 
 
-async def test_what_one_rank_is_told_holds_for_its_engine() -> None:
+async def test_command_to_one_rank_holds_for_its_engine() -> None:
     """A trainer that talks to each replica pauses the engine with the first call."""
     async with fake_replica() as ranked, fake_replica() as single:
         ranked.metrics = exposition(1000, 1000)
@@ -211,7 +211,7 @@ async def test_a_replica_that_is_gone_makes_the_call_fail() -> None:
         assert answer.json()["replicas"][id_of(other)]["status"] == 502
 
 
-async def test_what_all_refuse_is_refused_in_their_words() -> None:
+async def test_refusal_by_all_engines_is_passed_on() -> None:
     """vLLM refuses it without its development mode."""
     async with replicas_behind() as (proxy, replicas):
         for replica in replicas:
@@ -284,7 +284,7 @@ async def test_a_call_that_takes_too_long_is_over_but_not_its_effect() -> None:
 
 
 @pytest.mark.parametrize("path", REPLICA_COMMANDS)
-async def test_what_each_replica_needs_in_words_of_its_own_is_not_sent_to_all(path: str) -> None:
+async def test_command_that_differs_by_replica_is_not_sent_to_all(path: str) -> None:
     """The answer tells how to send it to one replica; sent that way it passes."""
     async with replicas_behind() as (proxy, (one, other)):
         answer = await post(proxy.url, path, {"rank_offset": 1})
@@ -316,7 +316,7 @@ async def test_a_call_goes_on_when_its_caller_leaves(one: bool) -> None:
         assert proxy.runtime.replicas.states[id_of(replica)].suspended_for == ()
 
 
-async def test_what_a_caller_only_asked_ends_with_it() -> None:
+async def test_pure_question_ends_with_its_caller() -> None:
     async with replicas_behind(1) as (proxy, (replica,)):
         replica.behaviour = Gate()
         async with Wire.open(proxy.url) as wire:
@@ -381,7 +381,7 @@ async def test_an_engine_that_does_not_answer_does_not_delay_what_others_are_ask
 @pytest.mark.parametrize(
     "path", ["/abort_requests", "/pause?mode=abort", "/inference/v1/abort_requests", "/sleep?level=1"]
 )
-async def test_what_a_trainer_aborts_is_no_failure_of_an_engine(path: str) -> None:
+async def test_abort_by_a_trainer_is_no_engine_failure(path: str) -> None:
     """Whether it aborts at one replica or, as trainers do, at all."""
     async with replicas_behind(2) as (proxy, replicas):
         gates = [
@@ -764,7 +764,7 @@ async def test_an_abort_of_all_ends_held_turns_with_tokens_in(path: str, body: d
         ("sglang", "/update_weights_from_disk", {"model_path": "m"}, False),
     ],
 )
-async def test_what_aborts_on_the_engine_aborts_what_is_held_for_it(
+async def test_abort_at_the_engine_aborts_its_held_turns(
     kind: str, path: str, body: dict[str, Any], aborted: bool
 ) -> None:
     """A new name for the weights aborts everything on SGLang, unless told otherwise; an update, if told so."""
@@ -1182,7 +1182,7 @@ async def test_an_engine_that_reports_rubbish_is_asked_again(rubbish: bytes) -> 
         await until(lambda: proxy.runtime.scheduler.replicas[id_of(replica)].suspended_for)
 
 
-async def test_what_an_engine_said_before_it_was_told_does_not_count() -> None:
+async def test_engine_report_from_before_the_command_does_not_count() -> None:
     """A poll that began before a pause or a resume through the proxy, and ends after it, has the older state."""
     asked: asyncio.Queue[tuple[str, asyncio.Future[dict[str, Any]]]] = asyncio.Queue()
 

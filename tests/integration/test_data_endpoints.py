@@ -134,7 +134,9 @@ def totals(proxy: RunningProxy, program_id: str = "a") -> tuple[int, int, int]:
 
 @EACH_API
 @pytest.mark.parametrize("encoding", ["identity", "gzip"])
-async def test_a_whole_answer(replica: FakeReplica, proxy: RunningProxy, api: Api, encoding: str) -> None:
+async def test_whole_answer_passes_in_every_api(
+    replica: FakeReplica, proxy: RunningProxy, api: Api, encoding: str
+) -> None:
     """The request loses only its program's id, the answer nothing; its usage is the program's."""
     content = json.dumps(api.whole, indent=1).encode()
     if encoding == "gzip":
@@ -151,7 +153,7 @@ async def test_a_whole_answer(replica: FakeReplica, proxy: RunningProxy, api: Ap
 
 @EACH_API
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
-async def test_a_stream_split_at_every_byte(
+async def test_stream_split_at_every_byte_passes_in_every_api(
     replica: FakeReplica, proxy: RunningProxy, api: Api, line_end: bytes
 ) -> None:
     """At any cut the client gets the answer that it asked for, and the usage is read."""
@@ -414,7 +416,7 @@ async def test_a_response_that_is_gone_is_the_engines_to_miss() -> None:
             await proxy.up(2)
 
 
-async def test_that_an_answer_stopped_ends_no_program(replica: FakeReplica, proxy: RunningProxy) -> None:
+async def test_stopped_answer_ends_no_program(replica: FakeReplica, proxy: RunningProxy) -> None:
     """An agent may ask on after `finish_reason: "stop"`: it is a hint, and its client says when the program ends."""
     choice = {"index": 0, "message": {"role": "assistant", "content": "done"}, "finish_reason": "stop"}
     replica.behaviour = answers({"id": "1", "object": "chat.completion", "choices": [choice], "usage": USAGE})
@@ -560,7 +562,7 @@ async def test_a_side_call_is_tried_elsewhere_before_its_first_byte(method: str,
         await bad.start()
 
 
-async def test_what_may_change_something_is_not_sent_twice() -> None:
+async def test_unsafe_call_is_not_sent_twice() -> None:
     """An unknown POST may already have taken effect."""
 
     async def hang_up(call: Call) -> None:
@@ -659,7 +661,7 @@ PACKED = {"gzip": gzip.compress, "deflate": zlib.compress}
 @pytest.mark.parametrize("size", [1, 300_000])
 @pytest.mark.parametrize("encoding", PACKED)
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/tokenize", "/v1/messages/count_tokens", "/v1/any", CHAT])
-async def test_what_comes_packed_is_forwarded_plain(
+async def test_packed_body_is_forwarded_plain(
     replica: FakeReplica, proxy: RunningProxy, path: str, encoding: str, size: int
 ) -> None:
     """No engine reads it packed, whether it is a turn or not, whole with its head or not."""
@@ -684,7 +686,7 @@ async def test_what_comes_packed_is_forwarded_plain(
     ],
     ids=["br", "br of gzip", "broken", "a bomb"],
 )
-async def test_what_cannot_be_unpacked_is_refused_and_reaches_no_engine(
+async def test_unpackable_body_is_refused_and_reaches_no_engine(
     replica: FakeReplica, proxy: RunningProxy, path: str, encoding: str, body: bytes, status: int
 ) -> None:
     answer = await post(proxy.url, path, body, ("Content-Encoding", encoding))

@@ -279,9 +279,7 @@ async def test_a_fault_of_an_engine_is_found(
         (no_metrics, "engine_metrics", "start SGLang with --enable-metrics"),
     ],
 )
-async def test_what_to_do_is_said_in_the_words_of_the_engine(
-    bend: Callable[[Bent], None], check: str, remedy: str
-) -> None:
+async def test_remedy_is_in_the_words_of_the_engine(bend: Callable[[Bent], None], check: str, remedy: str) -> None:
     """SGLang's options differ from vLLM's."""
     async with engine(SglangServer) as behind, relay(behind, bend=bend) as url:
         found = await faults("--backends", url)
@@ -299,7 +297,7 @@ async def test_an_engine_that_does_not_listen_is_found(engine_here: str) -> None
     assert exit_status(found) == 1
 
 
-async def test_of_a_dead_engine_alone_it_is_said_that_it_cannot_be_reached(engine_here: str) -> None:
+async def test_dead_engine_is_reported_as_unreachable_and_nothing_else(engine_here: str) -> None:
     """What was found of the others stays, before a running proxy and before an own one."""
     dead = "http://127.0.0.1:9"
     async with engine() as other, running_proxy(engine_here, other, dead, up=2) as proxy:
@@ -312,7 +310,7 @@ async def test_of_a_dead_engine_alone_it_is_said_that_it_cannot_be_reached(engin
         assert all(each.text.startswith("It answers: vllm") for each in reached.values())
 
 
-async def test_what_the_next_turn_waits_for_is_said_by_all_three(
+async def test_all_three_commands_say_what_the_next_turn_waits_for(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`doctor`, `status` and `top` say it in the words of the program's own report, and how long it has been held."""

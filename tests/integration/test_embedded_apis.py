@@ -69,7 +69,7 @@ def totals(proxy: RunningProxy, program_id: str) -> tuple[int, int, int]:
 # --- Responses
 
 
-async def test_responses_of_the_openai_client(proxy: RunningProxy) -> None:
+async def test_openai_client_gets_responses(proxy: RunningProxy) -> None:
     """Responses are whole or streamed, each after the one before by its id; the second hits what the first left."""
     async with openai_at(f"{proxy.url}/p/a/v1") as client:
         first = await client.responses.create(model="simulated", input=TEXT, instructions="be brief")
@@ -149,7 +149,7 @@ async def test_a_response_in_the_background_is_asked_for_and_cancelled() -> None
 # --- Messages
 
 
-async def test_messages_of_the_anthropic_client(proxy: RunningProxy) -> None:
+async def test_anthropic_client_gets_messages(proxy: RunningProxy) -> None:
     """`/p/{id}` is its base URL; whole, streamed, with a tool's result, and counted beforehand."""
     tools: Any = [{"name": "bash", "description": "run", "input_schema": {"type": "object", "properties": {}}}]
     async with anthropic_at(f"{proxy.url}/p/a") as client:
@@ -203,7 +203,7 @@ async def test_a_refusal_is_an_error_of_the_anthropic_client(proxy: RunningProxy
 # --- Tokens in, tokens out
 
 
-async def test_tokens_in_tokens_out(proxy: RunningProxy, url: str) -> None:
+async def test_token_ids_in_give_token_ids_out(proxy: RunningProxy, url: str) -> None:
     """A trainer continues from the tokens it got; the stream has usage only on request."""
     prompt = list(range(1000, 1100))
     sampling = {"max_tokens": 20, "ignore_eos": True}

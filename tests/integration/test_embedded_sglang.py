@@ -179,7 +179,7 @@ async def test_openai_clients_are_served() -> None:
         ("/pause_generation", {"mode": "sleep"}, "not valid"),
     ],
 )
-async def test_what_makes_no_sense_is_refused(path: str, body: dict[str, Any], says: str) -> None:
+async def test_senseless_request_is_refused(path: str, body: dict[str, Any], says: str) -> None:
     """Refusals have SGLang's two schemas: its own endpoint nests the message, the others do not."""
     async with served("instant") as client:
         response = await client.post(path, json=body)
@@ -340,7 +340,7 @@ async def test_our_backend_reads_what_it_says() -> None:
             assert backend.read_info((await client.get(path)).text) == 16_000
 
 
-async def test_what_clients_ask_before_they_begin() -> None:
+async def test_clients_preflight_questions_are_answered() -> None:
     """The model under each of the names that trainers ask it by, and a health that generates."""
     async with served("instant") as client:
         assert (await client.get("/model_info")).json() == (await client.get("/get_model_info")).json()

@@ -66,7 +66,7 @@ async def test_anonymous_turns_are_unchanged() -> None:
             assert replica.calls[0].header("X-Session-ID") is None
 
 
-async def test_what_it_reports_is_shown() -> None:
+async def test_report_of_the_plugin_is_shown() -> None:
     """In the admin API, and as metrics."""
     async with fake_replica() as replica:
         replica.plugin = SAID

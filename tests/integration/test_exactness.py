@@ -314,7 +314,7 @@ async def test_encoded_answers_are_not_touched(replica: FakeReplica, proxy: Runn
 @pytest.mark.parametrize(
     "target", ["/v1/files", "/v1/a/b?c=d&c=e&f", "/v1/%2Fodd%20path/%C3%A9?q=%26+x", "/tokenize?a=/v1/b"]
 )
-async def test_other_paths_pass_with_any_method(
+async def test_unknown_paths_pass_with_any_method(
     replica: FakeReplica, proxy: RunningProxy, method: str, target: str
 ) -> None:
     """Path and query pass byte for byte; a request that may generate has an anonymous lease."""
@@ -381,7 +381,7 @@ COMMENTS = b": a comment\n\nevent: message\nid: 7\nretry: 10\n" + word("x") + b"
 
 @pytest.mark.parametrize("spelling", ["lf", "crlf", "cr"])
 @pytest.mark.parametrize("asks_for_usage", [True, False])
-async def test_a_stream_split_at_every_byte(
+async def test_stream_split_at_every_byte_arrives_the_same(
     replica: FakeReplica,
     proxy: RunningProxy,
     spelling: str,
@@ -405,7 +405,9 @@ async def test_a_stream_split_at_every_byte(
 
 
 @pytest.mark.parametrize("asks_for_usage", [True, False])
-async def test_200_random_streams(replica: FakeReplica, proxy: RunningProxy, asks_for_usage: bool) -> None:
+async def test_200_random_streams_arrive_the_same(
+    replica: FakeReplica, proxy: RunningProxy, asks_for_usage: bool
+) -> None:
     """Random events, cut at random, down to single bytes: comments, names, ids, odd JSON, `[DONE]` or none."""
     options = {"stream_options": {"include_usage": True}} if asks_for_usage else {}
     for seed in range(200):

@@ -42,7 +42,7 @@ from tests.integration.support import (
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"text"', b"5", b"null", b"\xff\xfe", b'{"messages": \xff}'])
-async def test_what_is_no_json_object_gets_the_engines_own_words(engine_url: str, body: bytes) -> None:
+async def test_body_that_is_no_json_object_gets_the_engines_own_answer(engine_url: str, body: bytes) -> None:
     """The proxy's answer is the engine's, byte for byte, and nothing enters the program table."""
     async with running_proxy(engine_url) as proxy:
         direct = await post(engine_url, CHAT, body)
@@ -160,7 +160,7 @@ async def test_turns_go_on_when_a_replica_comes_back() -> None:
 
 @pytest.mark.parametrize("status", ["400 Bad Request", "404 Not Found", "422 Odd", "429 Too Many", "500 Oh", "503 No"])
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_what_an_engine_refuses_is_the_clients(status: str, streamed: bool) -> None:
+async def test_refusal_by_an_engine_belongs_to_the_client(status: str, streamed: bool) -> None:
     """Status, reason, body and headers come through; it is not tried again; the lease comes back.
 
     429 and 503 come so if their client does not wait for as long as the engine says.

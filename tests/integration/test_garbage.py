@@ -219,9 +219,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("turns_count", [0, 1], ids=["no turn in hand", "turns, for a day"])
-async def test_what_is_old_when_it_becomes_garbage_is_taken_out_too(
-    turns_count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_old_garbage_is_collected_too(turns_count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """This holds even if it counted as permanent."""
     monkeypatch.setattr("thunderagent.serving.process.FULL_COLLECTION_AT_LAST_COUNT", FULL_COLLECTION_AFTER_COUNT)
     with old_ring() as is_there:

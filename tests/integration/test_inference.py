@@ -200,7 +200,7 @@ def large_engine_urls() -> Iterator[dict[str, str]]:
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("api", APIS)
-async def test_a_group_without_ids_on_the_embedded_engine(
+async def test_embedded_engine_serves_a_group_without_ids(
     large_engine_urls: dict[str, str], api: str, streamed: bool
 ) -> None:
     """Eight identical first prompts are eight programs, and each next turn joins its own, in every API.
@@ -271,14 +271,14 @@ async def test_a_large_next_turn_joins_behind_a_large_answer() -> None:
         assert len(names) == 1
 
 
-async def test_what_goes_on_from_an_earlier_response_is_not_inferred() -> None:
+async def test_turn_with_a_previous_response_id_is_not_inferred() -> None:
     """Its prompt is not in the body: the engine has it."""
     async with fake_replica() as replica, running_proxy(replica.url, infer_programs=True) as proxy:
         body = {"model": "m", "input": "and?", "previous_response_id": "resp_1"}
         assert (await post(proxy.url, "/v1/responses", body)).header("X-Program-ID") is None
 
 
-async def test_who_names_its_program_is_not_inferred_and_who_has_no_prompt_stays_anonymous() -> None:
+async def test_named_program_is_not_inferred_and_a_turn_without_prompt_stays_anonymous() -> None:
     async with fake_replica() as replica, running_proxy(replica.url, infer_programs=True) as proxy:
         assert (await ask(proxy.url, "named")).header("X-Program-ID-Source") == "body"
         for body in ({"model": "m"}, {"messages": "text"}, {"prompt": {}}, {"prompt": [1.5]}, {"prompt": [-1]}):
@@ -329,7 +329,7 @@ async def test_agents_that_share_a_bucket_are_programs_of_their_own(bucket: dict
         assert (len(one.calls), len(other.calls)) == (GROUP * 3 // 2, GROUP * 3 // 2)
 
 
-async def test_one_agent_with_a_bucket_is_one_program_and_is_released_by_its_name() -> None:
+async def test_agent_with_a_bucket_is_one_program_and_is_released_by_its_name() -> None:
     async with fake_replica(answers_its_agent) as replica, running_proxy(replica.url) as proxy:
         assert set(await run_agent(proxy.url, "agent", 6, prompt_cache_key="run")) == {"run"}
         released = (await post(proxy.url, "/programs/release", {"program_id": "run"})).json()
@@ -386,7 +386,7 @@ async def test_a_token_names_the_program_and_is_not_forwarded() -> None:
         ("Bearer ta-" + "x" * 257, 400, None),
     ],
 )
-async def test_other_peoples_tokens_name_nobody(value: str, status: int, program_id: str | None) -> None:
+async def test_foreign_tokens_name_no_program(value: str, status: int, program_id: str | None) -> None:
     async with fake_replica() as replica, running_proxy(replica.url, bearer_programs=True) as proxy:
         answer = await post(proxy.url, CHAT, turn(), ("Authorization", value))
         assert (answer.status, answer.header("X-Program-ID")) == (status, program_id)

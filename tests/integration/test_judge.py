@@ -59,7 +59,7 @@ async def until_counted(proxy: RunningProxy, name: str, label: str, least: float
             await asyncio.sleep(0.01)
 
 
-async def test_what_a_judge_says_is_in_the_story_and_in_the_metrics(engine_url: str) -> None:
+async def test_verdict_appears_in_the_story_and_in_the_metrics(engine_url: str) -> None:
     """The judge gets the task, with the model and the key of the configuration."""
     async with (
         fake_replica(answers(verdict())) as judge,
@@ -176,7 +176,7 @@ async def test_the_replicas_can_be_the_judge() -> None:
         await until_counted(proxy, "verdicts_total", "success", 2)
 
 
-async def test_who_is_refused_gets_410_until_it_is_released(engine_url: str) -> None:
+async def test_refused_program_gets_410_until_it_is_released(engine_url: str) -> None:
     """This happens only if it is configured."""
     async with fake_replica(answers(verdict())) as judge:
         config = judged_by(f"{judge.url}/v1", judge_fail_count=1)

@@ -112,7 +112,7 @@ async def test_namespaces_are_apart(pods: client.CoreV1Api) -> None:
         ("k in (1,2),!l", "a"),
     ],
 )
-async def test_label_selectors(pods: client.CoreV1Api, selector: str, names: str) -> None:
+async def test_label_selectors_choose_objects(pods: client.CoreV1Api, selector: str, names: str) -> None:
     """Selectors are equality, sets, existence, and combinations."""
     for name, labels in (("a", {"k": "1"}), ("b", {"k": "2", "l": "x"}), ("c", {})):
         await ask(pods.create_namespaced_pod, "default", pod(name, labels=labels))
@@ -120,7 +120,7 @@ async def test_label_selectors(pods: client.CoreV1Api, selector: str, names: str
     assert "".join(each.metadata.name for each in listed.items) == names
 
 
-async def test_field_selectors(pods: client.CoreV1Api) -> None:
+async def test_field_selectors_choose_objects(pods: client.CoreV1Api) -> None:
     """A field selector finds one object by its name."""
     for name in "ab":
         await ask(pods.create_namespaced_pod, "default", pod(name))
@@ -169,7 +169,7 @@ async def until_ready(pods: client.CoreV1Api, name: str = "p") -> Any:
             return read
 
 
-async def test_what_is_invalid_is_not_stored(api: KubernetesApi, pods: client.CoreV1Api) -> None:
+async def test_invalid_object_is_not_stored(api: KubernetesApi, pods: client.CoreV1Api) -> None:
     """Names and labels have restricted alphabets."""
     assert "RFC 1123" in await fails(422, pods.create_namespaced_pod, "default", pod("Not_A_Name"))
     assert "labels" in await fails(422, pods.create_namespaced_pod, "default", pod(labels={"k": "a b"}))
@@ -177,7 +177,7 @@ async def test_what_is_invalid_is_not_stored(api: KubernetesApi, pods: client.Co
     assert not api.objects
 
 
-async def test_rights_and_quotas(api: KubernetesApi, pods: client.CoreV1Api) -> None:
+async def test_rights_and_quotas_are_enforced(api: KubernetesApi, pods: client.CoreV1Api) -> None:
     """Forbidden requests and those above a quota get 403; requests are counted either way."""
     api.quota["pods"] = 0
     assert "exceeded quota" in await fails(403, pods.create_namespaced_pod, "default", pod())
@@ -227,7 +227,7 @@ async def test_finalizers_keep_an_object(api: KubernetesApi, jobs: client.BatchV
 
 
 @pytest.mark.parametrize("policy", ["Background", "Foreground", "Orphan"])
-async def test_what_happens_to_dependents(api: KubernetesApi, jobs: client.BatchV1Api, policy: str) -> None:
+async def test_dependents_go_with_their_owner(api: KubernetesApi, jobs: client.BatchV1Api, policy: str) -> None:
     """Dependents are removed after their owner or before it, or stay."""
     await ask(jobs.create_namespaced_job, "default", job())
     await until(lambda: api.all_of("pods"))
@@ -326,12 +326,12 @@ async def test_a_watch_lasts_whole_seconds(pods: client.CoreV1Api) -> None:
     assert "BadRequest" in await fails(400, watched, pods, "100", timeout_seconds=0.4)
 
 
-async def test_bookmarks(api: KubernetesApi, pods: client.CoreV1Api) -> None:
+async def test_bookmarks_carry_the_newest_version(api: KubernetesApi, pods: client.CoreV1Api) -> None:
     """A watch that asks for bookmarks gets one at its end at the latest."""
     assert await ask(watched, pods, "100", allow_watch_bookmarks=True) == [("BOOKMARK", "")]
 
 
-async def test_it_comes_back_on_the_same_port(api: KubernetesApi, pods: client.CoreV1Api) -> None:
+async def test_server_comes_back_on_the_same_port(api: KubernetesApi, pods: client.CoreV1Api) -> None:
     """Stopped, it refuses connections; restarted, it has its earlier state."""
     await ask(pods.create_namespaced_pod, "default", pod())
     url = api.url
@@ -369,7 +369,7 @@ async def test_a_job_makes_pods_until_one_succeeds_or_it_gives_up(api: Kubernete
     await until(lambda: not api.all_of("pods", "of=fails"))
 
 
-async def test_deadlines(api: KubernetesApi, jobs: client.BatchV1Api, pods: client.CoreV1Api) -> None:
+async def test_deadlines_end_jobs(api: KubernetesApi, jobs: client.BatchV1Api, pods: client.CoreV1Api) -> None:
     """A Job at its deadline loses its pod; a pod at its own deadline is stopped, and stays as it is."""
     await ask(jobs.create_namespaced_job, "default", job(activeDeadlineSeconds=5))
     body = pod()
@@ -384,7 +384,7 @@ async def test_deadlines(api: KubernetesApi, jobs: client.BatchV1Api, pods: clie
 
 
 @pytest.mark.parametrize("version", [(1, 30), (1, 36)])
-async def test_how_a_job_ends_is_told_before_its_pods_are_gone(api: KubernetesApi, version: tuple[int, int]) -> None:
+async def test_end_of_a_job_is_reported_before_its_pods_are_gone(api: KubernetesApi, version: tuple[int, int]) -> None:
     """This holds since 1.31; before, only its end is reported."""
     api.version = version
     api.behave("any", stops_at_once=False)

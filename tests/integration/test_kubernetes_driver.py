@@ -158,7 +158,7 @@ async def test_a_sandbox_is_made_and_is_where_it_says(api: KubernetesApi, driver
     assert [len(api.all_of(each)) for each in ("jobs", "pods", "networkpolicies")] == [kind == "job", 1, 0]
 
 
-async def test_it_is_ready_when_its_probe_says_so(api: KubernetesApi, driver: KubernetesDriver) -> None:
+async def test_pod_is_ready_when_its_probe_succeeds(api: KubernetesApi, driver: KubernetesDriver) -> None:
     """A running pod is no usable sandbox before its probe has succeeded."""
     api.behave("tool", is_ready=False)
     preparing = asyncio.create_task(driver.prepare(order(ready_command="test -e /done")))
@@ -199,7 +199,7 @@ async def test_a_watch_that_breaks_while_a_pod_starts_is_taken_up(api: Kubernete
     assert (await preparing).address
 
 
-async def test_two_namespaces(api: KubernetesApi, driver: KubernetesDriver) -> None:
+async def test_sandboxes_live_in_two_namespaces(api: KubernetesApi, driver: KubernetesDriver) -> None:
     """A template's namespace is where its sandbox is made, found and removed."""
     place = await driver.prepare(order(namespace="elsewhere"))
     assert place.handle == "job/elsewhere/thunderagent-a1"
@@ -208,7 +208,7 @@ async def test_two_namespaces(api: KubernetesApi, driver: KubernetesDriver) -> N
     await until(lambda: not api.objects)
 
 
-async def test_ids_that_no_label_can_hold(api: KubernetesApi, driver: KubernetesDriver) -> None:
+async def test_id_that_no_label_can_hold_is_hashed_in_the_label(api: KubernetesApi, driver: KubernetesDriver) -> None:
     """Program and owner ids may be any text: they return unchanged, and different ids stay different."""
     program_ids = ["x" * 256, "x" * 255 + "y", "ünï/çødé id\n!"]
     for number, program_id in enumerate(program_ids):
@@ -235,7 +235,7 @@ async def test_a_warm_sandbox_belongs_to_nobody(api: KubernetesApi, driver: Kube
         ({"outcome": "evict", "message": "low on memory"}, SandboxSpaceError, "Evicted: low on memory"),
     ],
 )
-async def test_what_will_never_be_usable_fails_and_is_removed(
+async def test_hopeless_pod_fails_and_is_removed(
     api: KubernetesApi, driver: KubernetesDriver, kind: str, behaviour: Any, error_class: type, words: str
 ) -> None:
     """Each failure is reported in the cluster's own words, and leaves nothing behind."""
@@ -286,7 +286,7 @@ async def test_a_name_that_is_taken_is_a_conflict(api: KubernetesApi, driver: Ku
     assert not api.requests["", "pods", "delete"] + api.requests["batch", "jobs", "delete"]
 
 
-async def test_a_quota_that_is_used_up(api: KubernetesApi, driver: KubernetesDriver) -> None:
+async def test_used_up_quota_reports_no_room(api: KubernetesApi, driver: KubernetesDriver) -> None:
     """A used-up quota is a lack of room, not of rights."""
     api.quota["jobs"] = 0
     with pytest.raises(SandboxSpaceError, match="exceeded quota"):
@@ -300,7 +300,7 @@ async def test_a_quota_counted_twice_at_once_is_tried_again(api: KubernetesApi, 
     assert (await driver.prepare(order())).address
 
 
-async def test_what_is_refused(api: KubernetesApi, driver: KubernetesDriver) -> None:
+async def test_refused_pod_reports_the_reason(api: KubernetesApi, driver: KubernetesDriver) -> None:
     """A refusal is reported in the server's words; a missing right is named."""
     with pytest.raises(SandboxRefusedError, match=r"env.*1=2"):
         await driver.prepare(order(environment={"1=2": "x"}))
@@ -370,7 +370,9 @@ async def test_sandboxes_keep_to_the_restricted_standard(
     assert pod["spec"]["securityContext"]["runAsUser"] == 1000
 
 
-async def test_what_pod_security_refuses_is_no_lack_of_rights(api: KubernetesApi, driver: KubernetesDriver) -> None:
+async def test_pod_security_refusal_is_not_reported_as_missing_rights(
+    api: KubernetesApi, driver: KubernetesDriver
+) -> None:
     """The error for a bare pod names its forbidden parts."""
     api.pod_security = "restricted"
     with pytest.raises(SandboxRefusedError, match=r"^Kubernetes refused to create pods.*violates PodSecurity"):
@@ -380,7 +382,7 @@ async def test_what_pod_security_refuses_is_no_lack_of_rights(api: KubernetesApi
 @pytest.mark.parametrize(
     ("error_class", "words"), [(SandboxRefusedError, "violates PodSecurity"), (SandboxSpaceError, "exceeded quota")]
 )
-async def test_why_a_job_gets_no_pod_is_told(
+async def test_job_without_a_pod_reports_why(
     api: KubernetesApi, driver: KubernetesDriver, error_class: type, words: str
 ) -> None:
     """The server gets a dry run of the pod: its refusal ends the preparation well before its time."""
@@ -436,7 +438,9 @@ async def test_a_namespace_that_is_refused_is_not_looked_into(api: KubernetesApi
 
 
 @pytest.mark.parametrize("status", [401, 429, 500, 503])
-async def test_an_api_that_cannot_answer_now(api: KubernetesApi, driver: KubernetesDriver, status: int) -> None:
+async def test_api_that_cannot_answer_now_is_asked_again(
+    api: KubernetesApi, driver: KubernetesDriver, status: int
+) -> None:
     """Answers that may change in a while are the engine's trouble."""
     api.errors["", "pods", "list"] = [ApiError(status, "Whatever", "not now")]
     with pytest.raises(SandboxEngineError, match="not now"):
@@ -512,7 +516,7 @@ async def test_sweep_goes_on_without_what_cannot_be_removed(api: KubernetesApi, 
 # --- the end ----------------------------------------------------------------------------------------------------------
 
 
-async def test_it_ends_by_its_own_time_with_nobody_s_help(api: KubernetesApi) -> None:
+async def test_sandbox_ends_at_its_deadline_without_help(api: KubernetesApi) -> None:
     """At the end of its life the cluster removes it, long after the driver is gone."""
     async with driver_of(api) as driver:
         await driver.prepare(order(ttl_s=60))
@@ -537,7 +541,7 @@ async def test_a_pod_stops_by_its_own_time(api: KubernetesApi, driver: Kubernete
 
 
 @pytest.mark.parametrize("version", [(1, 30), (1, 36)])
-async def test_that_its_time_was_over_is_told_though_the_job_fails_late(
+async def test_passed_deadline_is_reported_although_the_job_fails_late(
     api: KubernetesApi, driver: KubernetesDriver, version: tuple[int, int]
 ) -> None:
     """The pod ends first, and the Job fails only after it: the reason is reported in between."""
@@ -583,7 +587,7 @@ async def test_a_later_run_reclaims_what_an_earlier_one_made(api: KubernetesApi,
     await until(lambda: not api.objects)
 
 
-async def test_one_that_needs_its_grace_counts_as_removed(api: KubernetesApi, driver: KubernetesDriver) -> None:
+async def test_pod_in_its_grace_period_counts_as_removed(api: KubernetesApi, driver: KubernetesDriver) -> None:
     """A reclaimed sandbox may take its time to stop; nothing waits for that, and no list shows it any more."""
     api.behave("tool", stops_at_once=False)
     place = await driver.prepare(order(kubernetes_kind="pod", stop_grace_s=20))
@@ -614,7 +618,7 @@ async def test_a_finalizer_that_hangs_counts_as_removed(
 
 
 @KINDS
-async def test_another_object_of_the_same_name_is_left_alone(
+async def test_foreign_object_of_the_same_name_is_left_alone(
     api: KubernetesApi, driver: KubernetesDriver, kind: str
 ) -> None:
     """A reused name belongs to somebody else, even if the new object has the label of a program."""
@@ -640,7 +644,7 @@ async def test_conflicts_without_end_are_an_error(api: KubernetesApi, driver: Ku
     await until(lambda: not api.objects)
 
 
-async def test_what_is_not_ours_is_never_touched(api: KubernetesApi, driver: KubernetesDriver) -> None:
+async def test_foreign_objects_are_never_touched(api: KubernetesApi, driver: KubernetesDriver) -> None:
     """Pods without our labels, and sandboxes of other proxies, are not found, reported or removed."""
     plain = given("plain")
     plain["metadata"]["labels"] = {"app": "db"}
@@ -719,7 +723,7 @@ async def test_a_create_that_is_answered_too_late_is_undone(api: KubernetesApi, 
         await until(lambda: not api.objects)
 
 
-async def test_cancelled_at_every_moment(api: KubernetesApi, driver: KubernetesDriver) -> None:
+async def test_preparation_cancelled_at_any_moment_leaves_nothing(api: KubernetesApi, driver: KubernetesDriver) -> None:
     """Whenever it is cancelled, either the caller has the place, or nothing exists."""
     for number in range(30):
         preparing = asyncio.create_task(driver.prepare(order(f"m{number}", network="own")))
@@ -731,7 +735,7 @@ async def test_cancelled_at_every_moment(api: KubernetesApi, driver: KubernetesD
         await until(lambda: not api.objects)
 
 
-def test_what_is_finished_belongs_to_one_side_only() -> None:
+def test_finished_sandbox_belongs_to_one_side_only() -> None:
     """The caller may leave before or after the thread is done: exactly one of them removes what was made."""
     left_first, done_first = Errand(), Errand()
     for errand in (left_first, done_first):
@@ -743,7 +747,7 @@ def test_what_is_finished_belongs_to_one_side_only() -> None:
     assert done_first.give_up() is Stage.DONE
 
 
-async def test_one_that_waits_for_its_turn_is_cancelled_at_once(api: KubernetesApi) -> None:
+async def test_waiting_sandbox_is_cancelled_at_once(api: KubernetesApi) -> None:
     """Preparations above the limit wait, and may leave before any request is made."""
     api.behave("tool", has_room=False)
     async with driver_of(api, concurrency_count=1) as driver:
@@ -783,7 +787,7 @@ async def test_closing_lets_preparations_fail_and_clean_up(api: KubernetesApi) -
     await until(lambda: not api.objects)
 
 
-async def test_one_that_waits_for_its_turn_too_long_says_so(api: KubernetesApi) -> None:
+async def test_sandbox_that_waits_too_long_says_so(api: KubernetesApi) -> None:
     """Its time runs while others have their turn; it does not begin after that."""
     api.behave("tool", is_ready=False)
     async with driver_of(api, concurrency_count=1) as driver:
@@ -801,7 +805,7 @@ async def test_one_that_waits_for_its_turn_too_long_says_so(api: KubernetesApi) 
 # --- find and measure -------------------------------------------------------------------------------------------------
 
 
-async def test_what_a_client_made_itself_is_adopted(api: KubernetesApi, driver: KubernetesDriver) -> None:
+async def test_sandbox_made_by_a_client_is_adopted(api: KubernetesApi, driver: KubernetesDriver) -> None:
     """A pod by its name or namespace, a Job by its handle or its pod: it is found afterwards, and can be removed."""
     for namespace in ("default", "elsewhere"):
         plain = given("lone", ports=[{"containerPort": 80}])
@@ -831,7 +835,7 @@ async def test_what_a_client_made_itself_is_adopted(api: KubernetesApi, driver: 
     assert await driver.find() == []
 
 
-async def test_what_cannot_be_adopted(api: KubernetesApi) -> None:
+async def test_unsuitable_pod_cannot_be_adopted(api: KubernetesApi) -> None:
     """Cases: missing, ended, already a sandbox, and the proxy's own pod."""
     api.behave("users", outcome="complete")
     api.create("pods", given("ended"))
@@ -849,7 +853,7 @@ async def test_what_cannot_be_adopted(api: KubernetesApi) -> None:
             await driver.adopt("proxy", "http://127.0.0.1/")
 
 
-async def test_another_pod_under_an_adopted_name_is_not_ours(api: KubernetesApi, driver: KubernetesDriver) -> None:
+async def test_replaced_pod_under_an_adopted_name_is_not_ours(api: KubernetesApi, driver: KubernetesDriver) -> None:
     """The existing pod was adopted: a later one of that name is neither found nor removed."""
     plain = given("lone")
     plain["metadata"]["labels"] = {}
@@ -873,7 +877,7 @@ async def test_many_are_found_page_by_page(api: KubernetesApi) -> None:
         assert len(await driver.find()) == 7
 
 
-async def test_what_was_given_to_us_is_found_and_reclaimed(api: KubernetesApi, driver: KubernetesDriver) -> None:
+async def test_adopted_sandboxes_are_found_and_reclaimed(api: KubernetesApi, driver: KubernetesDriver) -> None:
     """A pod is found as itself; a pod of a Job as that Job, which would otherwise make another pod."""
     api.create("pods", given("lone", ports=[{"containerPort": 80}]))
     api.create("jobs", given_set("labelled"))
@@ -926,7 +930,7 @@ async def test_memory_is_measured_where_the_cluster_tells(api: KubernetesApi, dr
 # --- watch ------------------------------------------------------------------------------------------------------------
 
 
-async def test_what_appears_and_ends_is_told_once(api: KubernetesApi, driver: KubernetesDriver) -> None:
+async def test_each_appearance_and_end_is_reported_once(api: KubernetesApi, driver: KubernetesDriver) -> None:
     """Each sandbox appears once and ends once, whatever else is reported of it; earlier events are not reported."""
     api.create("pods", given("before"))
     async with watching(api, driver) as watched:
@@ -1029,7 +1033,7 @@ async def test_a_name_that_is_used_again_ends_first(api: KubernetesApi) -> None:
 
 
 @KINDS
-async def test_why_a_sandbox_ended_is_told(api: KubernetesApi, driver: KubernetesDriver, kind: str) -> None:
+async def test_ended_sandbox_reports_why(api: KubernetesApi, driver: KubernetesDriver, kind: str) -> None:
     """The report of a dead pod has the explanation that the pod left."""
     place = await driver.prepare(order(kubernetes_kind=kind))
     async with watching(api, driver) as watched:
@@ -1074,7 +1078,7 @@ async def test_a_forgotten_history_is_made_up_by_a_list(
         assert sorted(await watched.next_changes(4)) == expected
 
 
-async def test_an_event_that_says_gone_in_the_middle_of_a_watch(api: KubernetesApi, driver: KubernetesDriver) -> None:
+async def test_gone_event_in_a_watch_restarts_it_with_a_list(api: KubernetesApi, driver: KubernetesDriver) -> None:
     """After a stream says that it expired comes a list, and nothing is reported twice."""
     async with watching(api, driver) as watched:
         api.create("pods", given("one"))
@@ -1146,7 +1150,7 @@ async def test_a_preparation_bears_with_an_api_that_is_away_for_a_moment(api: Ku
             await preparing
 
 
-async def test_an_api_that_is_down_from_the_start(api: KubernetesApi) -> None:
+async def test_api_that_is_down_at_the_start_fails_the_driver(api: KubernetesApi) -> None:
     """A driver can be made without an API server, and works as soon as one runs."""
     await api.stop()
     async with driver_of(api) as driver:
@@ -1172,7 +1176,7 @@ async def test_the_configuration_of_kubectl_is_read(api: KubernetesApi, tmp_path
     await driver.close()
 
 
-async def test_a_driver_without_a_configuration(tmp_path: Path) -> None:
+async def test_driver_without_a_configuration_is_refused(tmp_path: Path) -> None:
     """An unreadable configuration is the engine's trouble when it is needed, not before."""
     driver = KubernetesDriver(OWNER, kubeconfig=tmp_path / "none", concurrency_count=1)
     with pytest.raises(SandboxEngineError, match="no usable configuration"):
@@ -1183,7 +1187,7 @@ async def test_a_driver_without_a_configuration(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["clusters: [", "- a\n- b\n", "clusters: 1\ncontexts: 2\nusers: 3\ncurrent-context: x\n"]
 )
-async def test_a_half_written_configuration(tmp_path: Path, text: str) -> None:
+async def test_half_written_configuration_is_refused(tmp_path: Path, text: str) -> None:
     """Whatever its parser makes of it is the engine's trouble, too."""
     path = tmp_path / "config"
     path.write_text(text)

@@ -86,7 +86,7 @@ async def test_a_lease_says_who_leads_in_which_epoch(api: KubernetesApi, first: 
     assert (spec["holderIdentity"], spec["leaseTransitions"], spec["leaseDurationSeconds"]) == (first.name, 1, LASTS_S)
 
 
-async def test_who_renews_is_never_taken_for_gone(first: Candidate, other: Candidate) -> None:
+async def test_renewed_lease_is_never_taken_for_lost(first: Candidate, other: Candidate) -> None:
     await first.take()
     for _ in range(10):
         assert await other.owner() == first.name
@@ -117,7 +117,7 @@ async def test_the_time_that_a_lease_says_is_nobodys_business(
     assert await other.owner() == first.name
 
 
-async def test_of_two_that_come_at_once_one_leads(first: Candidate, other: Candidate) -> None:
+async def test_one_of_two_simultaneous_candidates_leads(first: Candidate, other: Candidate) -> None:
     for each in (first, other):
         assert await each.owner() is None
     assert sorted(await asyncio.gather(first.take(), other.take())) == [0, 1]
@@ -133,7 +133,7 @@ async def test_a_lease_that_was_given_up_is_seen_at_once_and_taken(first: Candid
     assert await other.store.renew(other.name, 2) == 1
 
 
-async def test_nobody_waits_for_a_leader_whose_process_has_ended(first: Candidate, other: Candidate) -> None:
+async def test_candidate_does_not_wait_for_a_leader_whose_process_ended(first: Candidate, other: Candidate) -> None:
     await first.take()
     assert await other.owner() == first.name
     assert await first.store.renew(first.name, 1) == 1
@@ -217,7 +217,7 @@ async def test_a_store_that_lost_its_data_proves_nothing(
     assert await first.store.renew(first.name, 1) == 0
 
 
-async def test_who_is_cut_off_from_the_api_server_hears_of_the_next_one_by_the_store(
+async def test_candidate_cut_off_from_the_api_server_learns_of_the_leader_by_the_store(
     api: KubernetesApi, first: Candidate, other: Candidate
 ) -> None:
     await first.take()
@@ -291,7 +291,7 @@ async def test_a_lock_that_the_store_did_not_give_is_taken_again(
     assert await first.take(first.name) == 2
 
 
-async def test_one_hands_over_to_the_other(api: KubernetesApi, shared: MemoryStore) -> None:
+async def test_leader_hands_over_to_the_next(api: KubernetesApi, shared: MemoryStore) -> None:
     access = ClusterAccess(None, api.url, 20.0)
     stores = [KubernetesStore(shared, access, "default", NAME, LOCK_S) for _ in range(2)]
     async with running(shared, stores[0]) as one:

@@ -177,7 +177,7 @@ async def test_leases_for_programs_of_one_key_leave_memory_for_others(replica: F
         await proxy.nothing_left()
 
 
-async def test_what_a_program_is_known_to_claim_counts_though_its_lease_names_no_size(replica: FakeReplica) -> None:
+async def test_known_claim_of_a_program_counts_although_its_lease_names_no_size(replica: FakeReplica) -> None:
     """Two leases for one program count once. The first of a key is let in even if it is larger than the part."""
     async with running_proxy(replica.url, **KEYS) as proxy:
         for name, tokens in (("large", 60_000), ("small", 20_000)):
@@ -266,7 +266,7 @@ async def test_programs_of_leases_count(replica: FakeReplica, keys_file: Path) -
     ],
 )
 @pytest.mark.parametrize("prompt_tokens", [1500, 0])
-async def test_what_a_lease_was_granted_counts_whatever_is_said_at_its_end(
+async def test_granted_lease_counts_whatever_its_end_says(
     replica: FakeReplica, keys_file: Path, end: dict[str, Any], prompt_tokens: int
 ) -> None:
     """A lease of no size counts as if it had some: nobody else knows."""

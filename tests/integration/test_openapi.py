@@ -109,7 +109,7 @@ def test_the_document_can_be_read_without_a_key(url: str) -> None:
     ("path", "where"),
     [("/programs/acting", "a program that holds memory"), ("/programs?limit=1", "a page"), ("/replicas", "replicas")],
 )
-def test_what_there_is_has_the_form_that_is_described(api: Any, url: str, path: str, where: str) -> None:
+def test_every_read_answer_matches_its_schema(api: Any, url: str, path: str, where: str) -> None:
     """The reports are of real programs, which no random id finds, and which "all" releases below."""
     operation = api[re.sub("/acting$", "/{program_id}", path.partition("?")[0])]["GET"]
     answer = httpx2.get(url + path, headers=HEADERS, timeout=30)
@@ -136,7 +136,7 @@ def test_what_there_is_has_the_form_that_is_described(api: Any, url: str, path: 
         ("POST", "/weight_sync/end", {}, ""),
     ],
 )
-def test_what_is_done_has_the_form_that_is_described(
+def test_every_write_answer_matches_its_schema(
     api: Any, url: str, method: str, path: str, body: Any, template: str
 ) -> None:
     """The same holds for what exists afterwards: a token, a sandbox, a lease."""

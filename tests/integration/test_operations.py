@@ -121,7 +121,7 @@ async def test_a_path_with_another_method_says_which_it_takes(method: str, path:
         assert (await exchange(proxy.url, method, "/operations/routes")).status == 404
 
 
-async def test_who_waits_for_the_replica_of_its_route_is_told_of() -> None:
+async def test_routed_program_that_waits_for_its_replica_is_reported() -> None:
     """The queue and its story say what must happen there, whatever room other replicas have."""
     gate = Gate()
     settings = {"policy": "ttl", "policy_args": {"ttl_s": "100", "reserve_tokens": "0"}, "capacity_tokens": 1000}
@@ -143,7 +143,7 @@ async def test_who_waits_for_the_replica_of_its_route_is_told_of() -> None:
         assert {(await turn).status for turn in turns} <= {200, 410}
 
 
-async def test_who_has_priority_goes_first() -> None:
+async def test_program_with_priority_goes_first() -> None:
     """This holds among those that wait."""
     gate = Gate()
     async with fake_replica(gate) as replica, running_proxy(replica.url, **cap(1)) as proxy:
@@ -163,7 +163,7 @@ async def test_who_has_priority_goes_first() -> None:
         await waiting[0]
 
 
-async def test_what_was_said_of_a_program_can_be_read_back() -> None:
+async def test_settings_of_a_program_can_be_read_back() -> None:
     """Its own report, the list and the queue have its priority, its route's replica, its group and class."""
     gate = Gate()
     async with fake_replica(gate) as replica, running_proxy(replica.url, **cap(1)) as proxy:
@@ -256,7 +256,7 @@ async def test_a_program_that_is_killed_gets_a_clear_error() -> None:
         ("provision", {}, 409, "not configured"),
     ],
 )
-async def test_what_cannot_be_done_is_refused(primitive: str, body: dict[str, Any], status: int, why: str) -> None:
+async def test_impossible_operation_is_refused(primitive: str, body: dict[str, Any], status: int, why: str) -> None:
     """The refusal says what is wrong; nothing of it is in the event log."""
     async with fake_replica(answers()) as replica, running_proxy(replica.url) as proxy:
         await ask(proxy.url, "a")
@@ -498,7 +498,7 @@ def test_a_port_is_none_that_the_system_gives_away(monkeypatch: pytest.MonkeyPat
         free_port()
 
 
-async def test_what_a_command_writes_is_kept_if_that_is_wanted(tmp_path: Path) -> None:
+async def test_output_of_an_engine_command_is_kept_on_request(tmp_path: Path) -> None:
     """Each port has a file; a process that ignores SIGTERM is killed."""
     script = (
         "import signal, sys, time; signal.signal(15, lambda *_: None); print(sys.argv[1:], flush=True); time.sleep(60)"
@@ -533,7 +533,7 @@ async def stubborn(code: str, folder: Path, *, end_limit_s: float) -> tuple[Comm
     return driver, launched, Path(f"/proc/{int(log.read_text())}")
 
 
-async def test_what_an_engine_started_ends_with_it(tmp_path: Path) -> None:
+async def test_child_processes_of_an_engine_end_with_it(tmp_path: Path) -> None:
     """It ignores SIGTERM, and the engine itself does not."""
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {STUBBORN!r}])"
     driver, launched, child = await stubborn(code, tmp_path, end_limit_s=30)
@@ -812,7 +812,7 @@ async def test_an_end_that_was_refused_had_no_effect() -> None:
         await api.stop()
 
 
-async def test_of_a_stateful_set_only_the_last_pod_ends() -> None:
+async def test_stateful_set_ends_its_last_pod_only() -> None:
     """It is refused before anything drains; refusals of the API server are reported."""
     api = KubernetesApi()
     await api.start()

@@ -229,7 +229,9 @@ def test_a_key_is_made_on_the_command_line(tmp_path: Path, capsys: pytest.Captur
 # --- the configuration read again
 
 
-async def test_what_a_signal_changes_and_what_needs_a_restart(replica: FakeReplica, tmp_path: Path) -> None:
+async def test_signal_changes_some_settings_and_names_those_that_need_a_restart(
+    replica: FakeReplica, tmp_path: Path
+) -> None:
     """Keys, replicas and limits hold at once, and the log shows the difference; a policy needs a restart."""
     (first_key, first), (second_key, second) = mint_key("first"), mint_key("second")
     file = tmp_path / "thunderagent.toml"
@@ -278,7 +280,7 @@ async def test_replicas_and_rates_are_taken_over(replica: FakeReplica) -> None:
             await post(proxy.url, "/programs/release", {"all": True})
 
 
-async def test_whether_keys_are_asked_for_takes_a_restart(replica: FakeReplica) -> None:
+async def test_asking_for_keys_takes_a_restart(replica: FakeReplica) -> None:
     """A proxy that asks for keys only in part would be worse than none."""
     wanted: dict[str, Any] = {"backends": (replica.url,)}
     async with running_proxy(replica.url, load=wanted) as proxy:
@@ -392,7 +394,7 @@ async def test_a_key_for_data_is_told_to_be_one(command: str, capsys: pytest.Cap
             assert "`thunderagent key NAME --admin` makes one" in said
 
 
-async def test_who_has_nobody_to_hand_over_to_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_hand_over_without_a_standby_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """A plain proxy does not answer with its raw 404."""
     async with fake_replica() as replica, running_proxy(replica.url) as proxy:
         assert await asyncio.to_thread(main, ["handover", "--url", proxy.url.removeprefix("http://")]) == 1

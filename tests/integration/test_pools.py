@@ -144,7 +144,7 @@ async def test_a_program_lives_in_both_pools_and_ends_in_both() -> None:
         assert (await get(proxy.url, "/programs")).json()["total"] == 0
 
 
-async def test_what_waits_in_one_pool_holds_up_nobody_in_the_other() -> None:
+async def test_queue_of_one_pool_does_not_block_the_other() -> None:
     """Each pool has one program at a time: the second of the same model waits, the other model's does not."""
     gate = Gate()
     async with fake_replica(gate) as one, fake_replica() as other:

@@ -96,7 +96,7 @@ async def test_a_stranger_does_not_put_its_turns_before_those_of_others(
             assert got == [(given, None), *[(None, None)] * (len(got) - 1)]
 
 
-async def test_what_has_no_field_for_it_gets_a_header() -> None:
+async def test_priority_goes_by_header_where_the_body_has_no_field() -> None:
     """vLLM's Messages endpoint has none."""
     async with fake_replica() as engine, running_proxy(engine.url, **BY_AGE) as proxy:
         body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "hello"}]}
@@ -133,7 +133,7 @@ async def test_an_engine_that_took_a_zero_is_not_taken_to_have_priorities() -> N
         assert [call.json().get("priority") for call in turns_of(engine.calls)] == [0, 1, None, None]
 
 
-async def test_another_refusal_is_the_client_s() -> None:
+async def test_unrelated_refusal_belongs_to_the_client() -> None:
     """This includes the turn by which the proxy learns whether the engine takes priorities."""
     refusal = {"error": {"message": "max_tokens is too large", "code": 400}}
     async with (

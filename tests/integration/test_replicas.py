@@ -194,7 +194,7 @@ async def test_adding_draining_and_removing_under_load_costs_no_turn() -> None:
         assert (result.finished_program_count, result.failed_turn_count) == (40, 0)
 
 
-async def test_what_drains_finishes_and_the_next_turn_goes_elsewhere() -> None:
+async def test_draining_replica_finishes_and_the_next_turn_goes_elsewhere() -> None:
     """A turn in flight keeps its replica until its end; the replica is removed right after it."""
     gate = Gate()
     async with fake_replica(gate) as one, fake_replica() as other, running_proxy(one.url, **QUICK) as proxy:
@@ -362,14 +362,16 @@ async def test_a_new_replica_gets_no_turn_before_its_first_good_poll() -> None:
         ("POST", "/add_worker?url=nothing", b"", 400, "invalid_request"),
     ],
 )
-async def test_what_cannot_be_done_is_said(method: str, target: str, body: bytes, status: int, code: str) -> None:
+async def test_impossible_replica_change_is_refused_with_the_reason(
+    method: str, target: str, body: bytes, status: int, code: str
+) -> None:
     async with fake_replica() as one, running_proxy(one.url) as proxy:
         answer = await exchange(proxy.url, method, target, body=body)
         assert (answer.status, answer.error["code"]) == (status, code)
         assert set(await replicas_of(proxy)) == {one.replica_id}
 
 
-async def test_the_gateways_shapes() -> None:
+async def test_replica_shapes_of_the_public_gateways_are_read() -> None:
     """They are those of the SGLang gateway, of its earlier router and of slime's, for adding and removing engines."""
     async with fake_replica() as one, fake_replica() as two, running_proxy(one.url, **QUICK) as proxy:
         added = await post(proxy.url, "/workers", {"url": two.url, "worker_type": "regular", "model_id": "m"})

@@ -331,7 +331,7 @@ async def test_a_failed_sandbox_stops_no_turn() -> None:
         assert "sandbox failed" in [entry["what"] for entry in (await get(proxy.url, "/programs/p")).json()["story"]]
 
 
-async def test_one_sandbox_can_be_let_go() -> None:
+async def test_single_sandbox_can_be_released() -> None:
     async with proxy_with_sandboxes() as (proxy, _):
         await post(proxy.url, "/programs/p/sandboxes", [{"template": "plain"}, {"template": "plain"}])
         await has_stage(proxy, "p", "ready")
@@ -342,7 +342,7 @@ async def test_one_sandbox_can_be_let_go() -> None:
         assert [each["sandbox_id"] for each in await sandboxes_of(proxy, "p")] == [second["sandbox_id"]]
 
 
-async def test_what_makes_no_sense_is_refused() -> None:
+async def test_senseless_sandbox_request_is_refused() -> None:
     async with proxy_with_sandboxes(sandbox_specs=True) as (proxy, _):
         for body, status, code in (
             (b"not json", 400, "invalid_request"),

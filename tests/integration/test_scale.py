@@ -185,7 +185,7 @@ def a_stream() -> Gate:
 ONE_AT_A_TIME = ("--policy", "cap", "--policy-arg", "n=1")
 
 
-async def test_what_runs_is_counted_and_what_is_held_stays_held() -> None:
+async def test_running_turns_are_counted_and_held_turns_stay_held() -> None:
     """A new scheduler learns both from its gateway, and grants nothing that the old one would not have granted."""
     async with fake_replica(gate := a_stream()) as replica:
         options = ("--backends", replica.url, *ONE_AT_A_TIME)
@@ -296,7 +296,7 @@ async def test_without_a_scheduler_turns_run_in_the_end() -> None:
                 await until_metric(second.url, "turns_total", 3, "finished")
 
 
-async def test_what_a_trainer_aborts_at_a_gateway_is_no_failure_of_an_engine() -> None:
+async def test_trainer_abort_at_a_gateway_is_no_engine_failure() -> None:
     """Only the scheduler hears of the abort, and only the gateway of the answer."""
     async with (
         fake_replica(answers({"status": "aborted"})) as replica,
@@ -425,7 +425,7 @@ async def test_an_operator_logs_in_at_any_gateway() -> None:
         assert (await exchange(served.url, "GET", "/queue", [("Cookie", "thunderagent_login=x")], large)).status == 413
 
 
-def test_what_needs_one_process_is_refused_with_gateways() -> None:
+def test_option_for_one_process_is_refused_with_gateways() -> None:
     """The refusal comes before anything starts, with the names of the settings."""
     config = ServeConfig.load(gateways=2, infer_programs=True, judge_url="replicas")
     with pytest.raises(ConfigurationError, match="infer_programs, judge_url go with no gateways yet"):
@@ -453,7 +453,7 @@ async def forwarded(method: str, target: str, to: Scheduler) -> int:
         return (await relay(request)).status
 
 
-async def test_what_is_asked_through_a_gateway_is_asked_of_its_scheduler() -> None:
+async def test_question_to_a_gateway_reaches_its_scheduler() -> None:
     """A target in absolute form is a path there, too; a client that vouches for replicas does so there."""
     heard: list[str] = []
 

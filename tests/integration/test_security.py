@@ -244,7 +244,7 @@ def test_loopback_needs_no_key(host: str) -> None:
         ({"tls_key": "key.pem"}, "needs tls_cert"),
     ],
 )
-def test_what_is_configured_wrongly_is_said_at_the_start(given: dict[str, Any], message: str) -> None:
+def test_wrong_configuration_is_reported_at_the_start(given: dict[str, Any], message: str) -> None:
     """The error comes before anything is started."""
     with pytest.raises(ConfigurationError, match=message):
         check_security(ServeConfig.load(**given))
@@ -460,7 +460,7 @@ async def test_a_control_call_in_another_spelling_is_the_same_call(replica: Fake
         ("off", False, (404, 404, 404)),
     ],
 )
-async def test_what_is_not_known_to_be_data_is_the_operators_to_open(
+async def test_unknown_path_needs_an_admin_key_until_an_operator_opens_it(
     forward: str | None, keys: bool, statuses: tuple[int, int, int], replica: FakeReplica
 ) -> None:
     """With keys configured it needs an admin key by default; known data paths stay data."""

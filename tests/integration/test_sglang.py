@@ -130,7 +130,7 @@ async def test_turns_are_scheduled_on_two_engines_and_hits_are_read() -> None:
                 await asyncio.sleep(0.01)
 
 
-async def test_what_does_not_fit_waits() -> None:
+async def test_request_that_does_not_fit_waits() -> None:
     """The pool's size comes from the engine alone: when programs fill it, the last ones are held."""
     async with sglang(kv_tokens=2048, timing="demo") as url, running_proxy(url) as proxy:
         bodies = [turn(content=f"{number} " + "word " * 600, max_tokens=40, ignore_eos=True) for number in range(6)]
@@ -209,7 +209,7 @@ async def test_an_engine_that_keeps_zombies_is_rid_of_them_within_a_second(strea
 
 
 @pytest.mark.parametrize("moment", ["before the first byte", "in a stream", "in a whole answer"])
-async def test_whatever_the_moment_the_engine_is_told_which_request_to_end(moment: str) -> None:
+async def test_abort_names_the_request_at_any_moment(moment: str) -> None:
     """The abort has the id and the key of the turn."""
     half = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n{"
     before = {

@@ -145,7 +145,7 @@ async def test_through_a_gateway_what_is_large_is_refused_as_fast_and_stops_no_p
         assert await metric(gateway.url, "fail_open_turns_total") == 0
 
 
-async def test_as_many_ids_as_fit_are_released_in_slices() -> None:
+async def test_full_batch_of_ids_is_released_in_slices() -> None:
     ids = [f"p{number}" for number in range(9_000)]
     async with fake_replica(capacity_tokens=10**8) as replica, measured_proxy(replica.url) as proxy:
         for _ in range(2):
@@ -207,7 +207,7 @@ async def test_a_stream_of_one_large_piece_stops_nobody() -> None:
 
 
 @pytest.mark.parametrize("said", [b'{"error":0,"choices":[0%b]}', b'{"choices":[{}%b],"error":{}}', b'[{"error":0}%b]'])
-async def test_one_large_event_of_a_stream_stops_nobody(said: bytes) -> None:
+async def test_large_stream_event_stops_nobody(said: bytes) -> None:
     size_bytes = 12 * 2**20
     data = b"data: " + said % (b",[]" * (size_bytes // 3)) + b"\n\n"
     async with (

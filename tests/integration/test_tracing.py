@@ -221,7 +221,7 @@ async def test_a_hold_is_as_long_as_the_turn_waited(collector: Collector) -> Non
     assert len(collector.named("program")) == 3
 
 
-async def test_what_is_no_turn_passes_as_it_came(collector: Collector) -> None:
+async def test_side_call_keeps_its_trace_headers(collector: Collector) -> None:
     """There is no span, and the client's own context is untouched."""
     async with fake_replica() as replica, traced(collector, replica) as url:
         await exchange(url, "POST", "/tokenize", [CLIENTS], b"{}")
@@ -229,7 +229,7 @@ async def test_what_is_no_turn_passes_as_it_came(collector: Collector) -> None:
     assert not collector.spans
 
 
-async def test_of_traces_that_are_not_sampled_nothing_is_sent(collector: Collector) -> None:
+async def test_unsampled_traces_send_nothing(collector: Collector) -> None:
     """Engines are told that; a client that wants its trace gets it."""
     async with fake_replica() as replica, traced(collector, replica, trace_sample_ratio=0) as url:
         await ask(url, "p")

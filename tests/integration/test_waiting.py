@@ -315,7 +315,7 @@ async def test_an_idempotency_key_says_what_is_the_same_turn(
         assert (await one.answer()).status == (410 if superseded else 200)
 
 
-async def test_another_body_is_another_turn_whatever_the_count() -> None:
+async def test_changed_body_is_a_new_turn_whatever_the_retry_count() -> None:
     gate = Gate()
     async with (
         fake_replica(gate) as replica,

@@ -87,7 +87,7 @@ async def talking(url: str, path: str = REALTIME, **options: Any) -> AsyncIterat
         yield socket
 
 
-async def test_what_is_said_goes_both_ways_under_a_lease() -> None:
+async def test_messages_go_both_ways_under_a_lease() -> None:
     """Messages are small and large; the lease ends when the client closes, and no program was opened."""
     async with engine() as behind, running_proxy(behind.url) as proxy:
         async with talking(proxy.url, REALTIME + "?model=m", headers={"X-Program-ID": "a", "X-Own": "1"}) as socket:
@@ -102,7 +102,7 @@ async def test_what_is_said_goes_both_ways_under_a_lease() -> None:
         assert len(proxy.runtime.scheduler.programs) == 0
 
 
-async def test_whoever_closes_closes_the_other_side() -> None:
+async def test_close_by_one_side_closes_the_other() -> None:
     async with engine() as behind, running_proxy(behind.url) as proxy:
         async with talking(proxy.url) as socket:
             await socket.send_str("bye")
@@ -121,7 +121,7 @@ async def test_whoever_closes_closes_the_other_side() -> None:
         await proxy.nothing_left()
 
 
-async def test_who_speaks_faster_than_is_read_waits() -> None:
+async def test_fast_sender_waits_for_its_reader() -> None:
     """Messages on their way take buffers of megabytes, not memory without end."""
     async with engine() as behind, running_proxy(behind.url) as proxy:
         behind.reads.clear()
@@ -238,7 +238,7 @@ async def test_a_websocket_that_is_too_old_in_the_midst_of_a_frame_is_no_failure
         assert 'thunderagent_turns_total{outcome="failed"} 0.0' in metrics or 'outcome="failed"' not in metrics
 
 
-async def test_so_many_websockets_are_open_and_no_more() -> None:
+async def test_open_websockets_are_bounded() -> None:
     """There is a limit for all together and one for each key; closing one allows another."""
     async with engine() as behind:
         async with running_proxy(behind.url, max_websockets_count=2) as proxy:

@@ -106,7 +106,7 @@ async def test_a_turn_that_follows_on_its_heels_is_begun_after_the_one_before_ha
     assert heard == [TurnAsk, TurnEnd] * 3
 
 
-async def test_the_tool_that_a_whole_answer_calls(tmp_path: Path) -> None:
+async def test_core_hears_the_tool_that_a_whole_answer_calls(tmp_path: Path) -> None:
     """The tool call is read, and the answer is the engine's, byte for byte."""
     body = json.dumps({"choices": [{"index": 0, "message": {"tool_calls": [{"function": CALL}]}}]}).encode()
     answer = await answer_of(answers(body), tmp_path / "events")
@@ -115,7 +115,7 @@ async def test_the_tool_that_a_whole_answer_calls(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stream_options", [None, {"include_usage": True}])
-async def test_the_tool_that_a_stream_calls(tmp_path: Path, stream_options: object) -> None:
+async def test_core_hears_the_tool_that_a_stream_calls(tmp_path: Path, stream_options: object) -> None:
     """The call comes in pieces, with or without usage that the client asked for."""
     head, tail = CALL["arguments"][:9], CALL["arguments"][9:]
     pieces = [
@@ -132,7 +132,7 @@ async def test_the_tool_that_a_stream_calls(tmp_path: Path, stream_options: obje
     assert tools_in(tmp_path / "events") == ["bash:pytest"]
 
 
-async def test_what_an_engine_did_since_the_last_poll(tmp_path: Path) -> None:
+async def test_core_hears_engine_counters_since_the_last_poll(tmp_path: Path) -> None:
     """The metrics of a poll give prompt tokens looked up, and preemptions."""
     log = tmp_path / "events"
 

@@ -224,7 +224,7 @@ def works_in(sandbox: ProgramSandbox, folder: Path) -> None:
     assert (folder / "out" / "file").read_bytes() == b"\x00moved"
 
 
-async def test_one_that_is_refused_says_why_and_leaves_nothing(claims: Namespace, driver: ClaimDriver) -> None:
+async def test_refused_claim_says_why_and_leaves_nothing(claims: Namespace, driver: ClaimDriver) -> None:
     """By the controller, in its status."""
     preparing = asyncio.create_task(driver.prepare(order(prepare_timeout_s=20.0)))
     await until_it_says(lambda: claims.names("sandboxclaims") == [NAME], within_s=WITHIN_S)
@@ -234,7 +234,7 @@ async def test_one_that_is_refused_says_why_and_leaves_nothing(claims: Namespace
     assert claims.names("sandboxclaims") == []
 
 
-async def test_a_cluster_without_claims(namespace: Namespace, driver: ClaimDriver) -> None:
+async def test_cluster_without_claims_refuses_the_driver(namespace: Namespace, driver: ClaimDriver) -> None:
     """The server's answer says that it does not know them."""
     if "sandboxclaims" in namespace.kubectl("get", "crds", "--output=name"):
         pytest.skip("the cluster has agent-sandbox")

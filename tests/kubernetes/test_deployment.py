@@ -185,7 +185,7 @@ def simulate(spec: Json, image: str) -> None:
     pod["securityContext"] = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
 
 
-async def test_it_serves_scales_makes_sandboxes_and_is_upgraded_under_load(deployment: Deployment) -> None:
+async def test_deployment_serves_scales_makes_sandboxes_and_is_upgraded_under_load(deployment: Deployment) -> None:
     """No turn fails while the image changes; the sandboxes of a killed pod are removed too."""
     namespace = deployment.namespace
 

@@ -35,7 +35,7 @@ def processes_with(word: str) -> list[int]:
     return found
 
 
-async def test_who_is_killed_leaves_no_process_no_mount_and_no_network(
+async def test_killed_lab_leaves_no_process_no_mount_and_no_network(
     tmp_path: Path, require_real: Callable[[str], NoReturn]
 ) -> None:
     """Even processes that left its session, or were started to outlive it, are gone."""

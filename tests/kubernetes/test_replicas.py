@@ -132,7 +132,7 @@ def provisioner(namespace: Namespace, kind: str) -> KubernetesProvisioner:
     return KubernetesProvisioner(scaled, selection(namespace), ClusterAccess(namespace.kubeconfig))
 
 
-async def test_of_a_stateful_set_the_last_pod_ends(scaler: Namespace) -> None:
+async def test_last_pod_of_a_stateful_set_ends(scaler: Namespace) -> None:
     """It is scaled up and down; a choice of any pod but the last is refused."""
     scaler.kubectl("create", "--filename=-", given=workload(scaler, "StatefulSet"))
     async with found_in(scaler) as heard:
@@ -147,7 +147,7 @@ async def test_of_a_stateful_set_the_last_pod_ends(scaler: Namespace) -> None:
         await until(lambda: heard.told[-1] == [Wanted(urls["engine-0"])], within_s=WITHIN_S)
 
 
-async def test_of_a_deployment_the_chosen_pod_ends(scaler: Namespace) -> None:
+async def test_chosen_pod_of_a_deployment_ends(scaler: Namespace) -> None:
     """This needs a cluster that can choose the pod; an older one is refused at the start, before any scaling."""
     scaler.kubectl("create", "--filename=-", given=workload(scaler, "Deployment", replicas_count=3))
     scales = provisioner(scaler, "deployment")

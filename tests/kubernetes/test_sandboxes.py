@@ -106,7 +106,7 @@ async def test_from_preparation_to_its_end(namespace: Namespace) -> None:
 
 
 @KINDS
-async def test_what_fails_says_why_and_leaves_nothing(namespace: Namespace, kind: str) -> None:
+async def test_failed_sandbox_says_why_and_leaves_nothing(namespace: Namespace, kind: str) -> None:
     """Cases: a failing setup, a missing image, and an image that runs as root where that is forbidden."""
     async with driver_in(namespace) as driver:
         setup = ("echo no such package; exit 3",)
@@ -121,7 +121,7 @@ async def test_what_fails_says_why_and_leaves_nothing(namespace: Namespace, kind
 
 
 @KINDS
-async def test_one_whose_time_is_over_ends_by_itself(namespace: Namespace, kind: str) -> None:
+async def test_sandbox_past_its_time_ends_by_itself(namespace: Namespace, kind: str) -> None:
     """Without a request the cluster ends it, and the watch reports that its deadline passed."""
     async with driver_in(namespace) as driver, heard_of(driver) as changes:
         place = await driver.prepare(order(namespace, kubernetes_kind=kind, ttl_s=8.0))

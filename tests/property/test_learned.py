@@ -122,7 +122,7 @@ class Learner:
 
 
 @given(before=LESSONS, after=LESSONS)
-def test_who_takes_it_in_guesses_and_learns_as_who_learned_it(
+def test_adopter_guesses_and_learns_like_the_first_learner(
     before: list[tuple[Any, ...]], after: list[tuple[Any, ...]]
 ) -> None:
     first = Learner()
@@ -138,7 +138,7 @@ def test_who_takes_it_in_guesses_and_learns_as_who_learned_it(
     assert second.guesses() == first.guesses()
 
 
-def test_what_is_kept_is_bounded() -> None:
+def test_kept_state_is_bounded() -> None:
     """This holds whatever names clients give to tools, roles and tenants."""
     learner = Learner()
     for number in range(3000):

@@ -389,7 +389,7 @@ def a_cell(seed: int) -> Cell:
 
 
 @pytest.mark.parametrize("seed", range(SEEDS_COUNT))
-def test_whoever_leads_nothing_is_lost_leaked_or_counted_twice(seed: int) -> None:
+def test_cell_loses_leaks_and_double_counts_nothing_whoever_leads(seed: int) -> None:
     """Each turn starts once and is counted once, over all epochs; the log has the last leader's knowledge."""
     check(a_cell(seed))
 

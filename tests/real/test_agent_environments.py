@@ -230,7 +230,9 @@ async def released(engine: DockerEngine, proxy: Server, sandbox: str) -> None:
 
 
 @pytest.mark.parametrize("environment", [["SWE-agent"]], indirect=True)
-async def test_swe_rex(environment: Path, docker_engine: DockerEngine, run_proxy: RunProxy, tmp_path: Path) -> None:
+async def test_swe_rex_works_in_a_prepared_sandbox(
+    environment: Path, docker_engine: DockerEngine, run_proxy: RunProxy, tmp_path: Path
+) -> None:
     """The page's snippet runs, and shells, commands and files as SWE-agent uses them."""
     async with preparing(run_proxy, docker_engine, f"[sandbox_templates.coder]\n{mounts()}", tmp_path) as proxy:
         python = str(environment)
@@ -247,7 +249,9 @@ async def test_swe_rex(environment: Path, docker_engine: DockerEngine, run_proxy
 
 @pytest.mark.nightly  # to install it and what it needs takes a minute
 @pytest.mark.parametrize("environment", [["Harbor"]], indirect=True)
-async def test_harbor(environment: Path, docker_engine: DockerEngine, run_proxy: RunProxy, tmp_path: Path) -> None:
+async def test_harbor_works_in_a_prepared_sandbox(
+    environment: Path, docker_engine: DockerEngine, run_proxy: RunProxy, tmp_path: Path
+) -> None:
     """The page's command runs a task: its solution, its tests, and the file with the reward that comes back."""
     task = tmp_path / "tasks" / "7"
     for name, text in {
@@ -273,7 +277,9 @@ async def test_harbor(environment: Path, docker_engine: DockerEngine, run_proxy:
 
 @pytest.mark.nightly  # to install it and what it needs takes minutes
 @pytest.mark.parametrize("environment", [["OpenHands", "openhands-agent-server==1.58.2"]], indirect=True)
-async def test_openhands(environment: Path, docker_engine: DockerEngine, run_proxy: RunProxy, tmp_path: Path) -> None:
+async def test_openhands_works_in_a_prepared_sandbox(
+    environment: Path, docker_engine: DockerEngine, run_proxy: RunProxy, tmp_path: Path
+) -> None:
     """The page's snippet runs, with the agent server of its image taken from this machine; files go in and out."""
     prefix = environment.parent.parent
     base = Path(os.path.realpath(environment)).parents[1]

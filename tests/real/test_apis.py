@@ -118,7 +118,7 @@ def usage_in(text: str, *, stream: bool) -> tuple[int, int, int]:
     return usage["input_tokens"] + sum(kept), usage["output_tokens"], kept[0]
 
 
-async def test_the_sdks_of_both_makers(proxy: Server) -> None:
+async def test_sdks_of_both_makers_are_served(proxy: Server) -> None:
     """Covers openai's responses, one in the background, found on either engine; anthropic's messages, streamed."""
     async with openai.AsyncOpenAI(base_url=f"{proxy.url}/p/sdk/v1", api_key="none", max_retries=0) as client:
         first = await client.responses.create(model=MODEL_NAME, input=PROMPT, max_output_tokens=6)

@@ -118,7 +118,7 @@ async def restarted(name: str, pid: int) -> int:
             await asyncio.sleep(0.1)
 
 
-async def test_what_is_killed_comes_back_where_it_was(nodes: TwoNodes) -> None:
+async def test_killed_member_comes_back_where_it_was(nodes: TwoNodes) -> None:
     """Kills a gateway and the scheduler, through their actors and directly."""
     import ray  # noqa: PLC0415
     import ray_cell  # noqa: PLC0415
@@ -223,7 +223,7 @@ async def test_gateways_that_are_stopped_serve_for_their_delay(nodes: TwoNodes) 
         await gone(*pids.values())
 
 
-def test_what_cannot_be_is_said(nodes: TwoNodes) -> None:
+def test_impossible_cell_is_refused(nodes: TwoNodes) -> None:
     """Errors come before anything runs, or leave nothing behind."""
     import ray_cell  # noqa: PLC0415
 

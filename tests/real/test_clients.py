@@ -30,7 +30,7 @@ async def client(proxy: Server) -> AsyncIterator[openai.AsyncOpenAI]:
         assert (await admin.delete("/programs/agent-7")).status_code == 200
 
 
-async def test_an_agent_loop_with_the_openai_client(proxy: Server, client: openai.AsyncOpenAI) -> None:
+async def test_openai_client_runs_an_agent_loop(proxy: Server, client: openai.AsyncOpenAI) -> None:
     """Turns of one program, whole and streamed, each with the history of those before."""
     messages: list[Any] = [{"role": "system", "content": words(64, seed=1)}]
     for turn in range(4):

@@ -139,7 +139,7 @@ async def test_sleep_lasts_until_the_engine_is_awake(proxy_of_one: Server) -> No
         assert (await waits).status_code == 200
 
 
-async def test_what_a_real_engine_cannot_do_is_said(proxy: Server) -> None:
+async def test_command_that_a_real_engine_lacks_is_reported(proxy: Server) -> None:
     """New weights without configuration: no 200, the answer of each engine, and turns continue."""
     async with httpx2.AsyncClient(timeout=60) as client:
         answer = await client.post(f"{proxy.url}/update_weights", json={"update_info": {}})

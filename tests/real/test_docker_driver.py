@@ -246,7 +246,7 @@ async def test_a_sandbox_that_cannot_be_set_up_is_told_of(
         assert word in raised.value.message
 
 
-async def test_what_a_setup_command_leaves_running_delays_nothing_for_long(driver: DockerDriver) -> None:
+async def test_process_left_by_a_setup_command_delays_little(driver: DockerDriver) -> None:
     """The process keeps the command's output open, although the command itself has ended."""
     async with asyncio.timeout(60):
         place = await driver.prepare(order(setup=("sleep 1000 & echo started",)))
@@ -261,7 +261,7 @@ async def test_what_a_setup_command_leaves_running_delays_nothing_for_long(drive
         {"memory_bytes": 1000},
     ],
 )
-async def test_what_the_engine_will_not_make_is_refused(driver: DockerDriver, template: dict[str, Any]) -> None:
+async def test_setup_that_the_engine_refuses_is_refused(driver: DockerDriver, template: dict[str, Any]) -> None:
     """A retry would not help, and the error says so."""
     with pytest.raises(SandboxRefusedError):
         await driver.prepare(order(**template))
@@ -699,7 +699,7 @@ async def test_a_cancellation_at_each_early_moment_leaves_nothing(driver: Docker
             break
 
 
-async def test_what_an_earlier_run_left_is_swept(
+async def test_leftovers_of_an_earlier_run_are_removed(
     docker_engine: DockerEngine, driver: DockerDriver, client: Any
 ) -> None:
     """Its networks and stopped containers go; running ones are found as orphans, and networks in use stay."""
@@ -723,7 +723,7 @@ async def test_what_an_earlier_run_left_is_swept(
     client.remove_network("not-ours")
 
 
-async def test_what_sandboxes_take_is_measured(driver: DockerDriver) -> None:
+async def test_usage_of_sandboxes_is_measured(driver: DockerDriver) -> None:
     """Disk: what it wrote, including its volume; memory: what its processes hold."""
     hold = "dd if=/dev/zero of=/big bs=1M count=3; dd if=/dev/zero of=/data/big bs=1M count=2; touch /ready; sleep 100"
     wanted = order(command=("sh", "-c", hold), ready_command="test -f /ready", mounts=(Mount(target="/data"),))

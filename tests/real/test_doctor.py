@@ -55,7 +55,7 @@ async def test_two_sound_engines_have_no_fault(engines: tuple[RealEngine, RealEn
     assert await found("--backends", ",".join(engine.url for engine in engines)) == {}
 
 
-async def test_what_is_wrong_with_an_engine_is_found(unsound: RealEngine) -> None:
+async def test_doctor_finds_what_is_wrong_with_an_engine(unsound: RealEngine) -> None:
     """Found by vLLM's own reports."""
     findings = await found("--backends", unsound.url)
     assert findings["prefix_caching"].level is Level.FAULT

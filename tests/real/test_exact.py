@@ -116,7 +116,7 @@ async def test_the_models_are_the_engines_own(engine: RealEngine, proxy: Server)
     assert dict(through.headers)["content-type"] == dict(direct.headers)["content-type"]
 
 
-async def test_what_the_proxy_adds_is_named(engine: RealEngine, proxy_of_one: Server) -> None:
+async def test_additions_of_the_proxy_are_named(engine: RealEngine, proxy_of_one: Server) -> None:
     """The only new headers give replica, program and hold time of the turn."""
     async with httpx2.AsyncClient(base_url=proxy_of_one.url, timeout=60) as client:
         response = await client.post(CHAT, json=chat(PROMPT, 2, program_id="named"))

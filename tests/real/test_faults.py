@@ -100,7 +100,7 @@ def tell(rig: Rig) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", NAMED)
-async def test_a_fault(name: str, require_real: Callable[[str], NoReturn], tmp_path: Path) -> None:
+async def test_fault_costs_no_turn(name: str, require_real: Callable[[str], NoReturn], tmp_path: Path) -> None:
     """Every turn has one answer, is generated once at a time and counted once; nothing is leaked or forgotten."""
     async with a_rig([NAMED[name]], require_real, tmp_path, TURNS_PER_S) as rig:
         load = Load(rig, "p", programs_count=PROGRAMS_COUNT, turns_per_s=TURNS_PER_S)

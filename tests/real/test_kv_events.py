@@ -117,7 +117,7 @@ async def following(endpoint: KvEventsEndpoint) -> AsyncIterator[Residency]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_what_lies_there_is_what_usage_says_through_pressure_and_a_restart(
+async def test_resident_blocks_match_the_reported_usage_through_pressure_and_a_restart(
     publishing: tuple[RealEngine, KvEventsEndpoint],
 ) -> None:
     """Two programs grow; one is evicted, tail first; a late subscriber agrees; a new engine is empty."""

@@ -166,7 +166,7 @@ async def until_gone(engine: DockerEngine, program_id: str) -> None:
     await until(is_gone, within_s=60)
 
 
-async def test_a_program_from_its_first_turn_to_its_release(
+async def test_agent_is_one_program_from_its_first_turn_to_its_release(
     engine: DockerEngine, replica: ScriptedReplica, proxy: Server, run_example: RunExample
 ) -> None:
     """The task is done in the container, all turns belong to the program, and the release removes the container."""
@@ -218,7 +218,7 @@ async def test_an_agent_that_was_killed(
                 assert [each["State"] for each in containers_of(engine, left)] == ["running"]
 
 
-async def test_an_agent_in_the_sandbox_that_the_proxy_prepares(
+async def test_agent_works_in_the_sandbox_that_the_proxy_prepares(
     engine: DockerEngine,
     replica: ScriptedReplica,
     run_proxy: Callable[..., AbstractAsyncContextManager[Server]],

@@ -95,7 +95,7 @@ async def is_idle(world: World) -> bool:
     return not any(health[name] for name in ("running", "waiting", "pending_encode", "decoding", "slots_used"))
 
 
-async def test_a_vision_agent_beside_text_agents(model: Path, tmp_path: Path) -> None:
+async def test_vision_agent_runs_beside_text_agents(model: Path, tmp_path: Path) -> None:
     """Twenty turns add a screenshot each; each one is encoded once, and the answers are those without a cache."""
     async with world_of(model, tmp_path, "--keep-slots", "2", "--cached-images", "32") as world:
         client = world.client

@@ -18,7 +18,7 @@ TESTS = ["tests/unit/nova", "tests/real/test_nova.py"]
 
 @pytest.mark.nightly  # a minute; tests/unit/nova has all that needs no PyTorch
 @pytest.mark.timeout(900, func_only=True)
-def test_nova_with_real_models(require_real: Callable[[str], NoReturn], pytestconfig: pytest.Config) -> None:
+def test_nova_runs_with_real_models(require_real: Callable[[str], NoReturn], pytestconfig: pytest.Config) -> None:
     """Staged tokens, offloading, the engine, and the server behind the proxy; nothing is skipped."""
     how = {"REQUIRE_REAL_PARTS": "1", "HF_HUB_OFFLINE": "1"}
     size = "about 1.5 GB, a minute"

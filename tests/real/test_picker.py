@@ -240,9 +240,7 @@ async def test_refusals_come_as_they_are(require_real: Callable[[str], NoReturn]
         assert gone.header("retry-after")
 
 
-async def test_what_is_no_turn_and_does_more_than_read_is_a_403(
-    require_real: Callable[[str], NoReturn], tmp_path: Path
-) -> None:
+async def test_unsafe_side_call_gets_403(require_real: Callable[[str], NoReturn], tmp_path: Path) -> None:
     """They control an engine, or generate on an unknown API; no engine receives them."""
     async with fake_replica() as replica, front(require_real, tmp_path, replica.url) as running:
         for path in ("/sleep", "/collective_rpc", "/v1/load_lora_adapter", "/v1/audio/transcriptions", "/nobody"):

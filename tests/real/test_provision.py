@@ -68,7 +68,7 @@ async def test_replicas_are_containers(docker_engine: DockerEngine, client: Any)
     assert running() == []
 
 
-async def test_what_an_earlier_run_left_is_removed(docker_engine: DockerEngine, client: Any) -> None:
+async def test_leftovers_of_an_earlier_run_are_removed(docker_engine: DockerEngine, client: Any) -> None:
     """Nothing of another proxy is removed; a replica that cannot run is reported."""
     image = ReplicaImage(IMAGE, "sleep 600")
     killed, other = (DockerProvisioner(image, owner=owner, docker_url=docker_engine.url) for owner in ("a", "b"))
@@ -94,7 +94,7 @@ async def test_what_an_earlier_run_left_is_removed(docker_engine: DockerEngine, 
         (ReplicaImage("x", command="'"), "No closing quotation"),
     ],
 )
-def test_what_cannot_be_run_is_refused(image: ReplicaImage, why: str) -> None:
+def test_command_that_cannot_run_is_refused(image: ReplicaImage, why: str) -> None:
     """The refusal comes before anything is started."""
     with pytest.raises(ConfigurationError, match=why):
         DockerProvisioner(image, owner="a")

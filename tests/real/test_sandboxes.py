@@ -311,7 +311,7 @@ async def test_a_container_that_turns_name_goes_with_its_program(engine: DockerE
 
 
 @pytest.mark.parametrize("is_alike", [True, False])
-async def test_who_was_let_in_gets_the_unused_sandbox_of_who_was_not(
+async def test_admitted_program_gets_the_unused_sandbox_of_a_waiting_one(
     engine: DockerEngine, tmp_path: Path, *, is_alike: bool
 ) -> None:
     """One program at a time, one sandbox, made for another: otherwise both wait for ever."""
@@ -531,7 +531,7 @@ async def test_a_full_disk_says_so_and_passes(engine: DockerEngine, rollout: Rol
     await rollout.releases("p")
 
 
-async def test_one_that_ignores_the_request_to_stop_is_killed(rollout: Rollout) -> None:
+async def test_sandbox_that_ignores_the_stop_is_killed(rollout: Rollout) -> None:
     stubborn = ["sh", "-c", "trap '' TERM; while :; do sleep 1; done"]
     await rollout.asks("p", command=stubborn, stop_grace_s=1.0)
     await rollout.is_usable("p")
@@ -539,7 +539,7 @@ async def test_one_that_ignores_the_request_to_stop_is_killed(rollout: Rollout) 
     await rollout.gone()
 
 
-async def test_one_that_dies_is_in_the_story(rollout: Rollout) -> None:
+async def test_death_of_a_sandbox_is_in_the_story(rollout: Rollout) -> None:
     await rollout.takes_turn("p")
     await rollout.asks("p", command=["sh", "-c", "until [ -e /go ]; do sleep 0.1; done; exit 3"])
     report = await rollout.is_usable("p")
@@ -554,7 +554,7 @@ async def test_one_that_dies_is_in_the_story(rollout: Rollout) -> None:
     await rollout.gone()
 
 
-async def test_fifty_releases_at_once(rollout: Rollout) -> None:
+async def test_fifty_simultaneous_releases_reclaim_everything(rollout: Rollout) -> None:
     names = [f"p{number}" for number in range(50)]
     for name in names:
         await rollout.asks(name)

@@ -124,7 +124,7 @@ async def until_in_engine(direct: httpx2.AsyncClient, running_count: int, waitin
 # --- its reports
 
 
-async def test_what_it_is_and_how_large_its_pool_is_are_found_out(
+async def test_kind_and_pool_size_are_detected(
     engine: RealEngine, client: httpx2.AsyncClient, direct: httpx2.AsyncClient
 ) -> None:
     """Found by its metrics, or by its server information alone."""
@@ -545,7 +545,7 @@ async def served_order(
     ],
     ids=["age", "orbit-step"],
 )
-async def test_it_serves_in_the_order_of_the_priorities(
+async def test_engine_serves_in_the_order_of_the_priorities(
     engine: RealEngine,
     run_proxy: RunProxy,
     priority: str,

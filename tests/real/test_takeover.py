@@ -239,7 +239,7 @@ async def test_a_log_that_does_not_end_as_it_was_written_is_not_written_on(serve
     await client.aclose()
 
 
-async def test_who_is_cancelled_while_it_asks_the_store_ends(server: RedisServer) -> None:
+async def test_candidate_cancelled_while_it_asks_the_store_ends(server: RedisServer) -> None:
     """This holds in every turn of the loop: the client missed the cancellation in every second one."""
     store = store_at(server.url)
     cancelled_count = 0
@@ -361,7 +361,7 @@ async def test_a_store_that_is_full_changes_nobodys_place(
             assert any("store_is_away" in line and "maxmemory" in line for line in each.log.splitlines())
 
 
-async def test_two_versions_side_by_side(require_real: Callable[[str], NoReturn], tmp_path: Path) -> None:
+async def test_two_versions_run_side_by_side(require_real: Callable[[str], NoReturn], tmp_path: Path) -> None:
     """An earlier scheduler and gateway beside current ones: an upgrade and a downgrade, while clients stream."""
     (tmp_path / "earlier").mkdir()
     within = within_version(EARLIER, tmp_path / "earlier", require_real)

@@ -50,7 +50,7 @@ def run_in_vllm(script: str, *arguments: str, timeout_s: float = 1200) -> list[d
 CHECKS = ("order", "quanta", "pins", "expiry_and_reset", "shrinking", "no_wedge", "histories", "faults", "factory")
 
 
-def test_decisions_on_the_real_scheduler(vllm: None) -> None:
+def test_decisions_hold_on_the_real_scheduler(vllm: None) -> None:
     """Order, quanta, pins, shrinking and the breaker; random histories, in which each request gets its tokens once."""
     found = run_in_vllm("in_vllm.py", *CHECKS)
     assert [each["check"] for each in found] == list(CHECKS)

@@ -84,7 +84,7 @@ print("all of it")
 
 @pytest.mark.real
 @pytest.mark.usefixtures("redis_installed")
-def test_state_on_a_real_redis(require_real: Callable[[str], NoReturn], tmp_path: Path) -> None:
+def test_state_lives_on_a_real_redis(require_real: Callable[[str], NoReturn], tmp_path: Path) -> None:
     """A session continues in another deployment; calls continue without the server."""
     with redis_server(require_real, tmp_path) as server:
         assert server.process is not None

@@ -74,7 +74,7 @@ def places(app: Deployment, agent: str) -> dict[str, str]:
     return {each.location: each.node for each in app.control.level.view.of(agent)}
 
 
-async def test_the_tutorial_on_both_nodes(nodes: TwoNodes, code: Path, tmp_path: Path, monkeypatch: Any) -> None:
+async def test_tutorial_runs_on_both_nodes(nodes: TwoNodes, code: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """The documentation's workflow runs unchanged except for `ray=`; its turns use the proxy, under its session."""
     text = whole(DOCS.read_text())
     monkeypatch.chdir(code)

@@ -795,7 +795,7 @@ def test_rooms_of_the_proxy_know_only_what_they_may() -> None:
     assert complaints(wrong_arrows, all_modules()) == []
 
 
-def test_who_carries_bytes_reads_no_table_of_the_scheduler() -> None:
+def test_byte_carriers_read_no_table_of_the_scheduler() -> None:
     """What it needs comes with the lease, as a pushed map, or as a message."""
     assert complaints(tables_read, all_modules()) == []
     for source in ("from thunderagent.programs.pools import Pools", "self._leases.scheduler.queue"):
@@ -812,14 +812,14 @@ def test_imports_of_the_core_follow_its_arrows() -> None:
     )
 
 
-def test_nobody_changes_what_was_told() -> None:
+def test_messages_are_never_changed() -> None:
     """An event must be the same for the log, for observers and for a replay."""
     assert complaints(changed_events, all_modules()) == []
     assert list(changed_events(module_of("event.now_s = 1.0")))
     assert list(changed_events(module_of("def f(decision):\n    decision.reason += 'x'")))
 
 
-def test_where_a_program_stands_has_one_writer() -> None:
+def test_place_of_a_program_has_one_writer() -> None:
     """A move or another size updates sums, orders, story and decision in the same call."""
     assert complaints(wrong_writers, core()) == []
     for source in (
@@ -1066,11 +1066,11 @@ def test_pure_code_is_let_through() -> None:
         "class PlaceError(ThunderAgentError): ...",
     ],
 )
-def test_what_a_compiled_module_may_not_do_is_found(source: str) -> None:
+def test_forbidden_statement_in_a_compiled_module_is_found(source: str) -> None:
     assert list(not_compilable(module_of(source)))
 
 
-def test_what_a_compiled_module_may_do_is_let_through() -> None:
+def test_allowed_statement_in_a_compiled_module_passes() -> None:
     """Declared slots, dataclasses, and fields by name are allowed."""
     source = "@dataclass(slots=True)\nclass A:\n    n_count: int\n\nclass B:\n    __slots__ = ('a',)\n\ngetattr(a, 'n')"
     assert list(not_compilable(module_of(source))) == []

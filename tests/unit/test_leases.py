@@ -46,7 +46,7 @@ def runtime_of(*replica_ids: str) -> Runtime:
 
 
 @pytest.mark.parametrize("message", [ASK, LEASE, END])
-def test_what_is_passed_can_be_sent(message: TurnAsk | Lease | TurnEnd) -> None:
+def test_message_can_be_sent(message: TurnAsk | Lease | TurnEnd) -> None:
     """It is an array that begins with its kind, and may have more at its end than a reader knows."""
     fields = msgspec.msgpack.decode(msgspec.msgpack.encode(message))
     assert fields[0] == {TurnAsk: "acquire", Lease: "grant", TurnEnd: "end"}[type(message)]

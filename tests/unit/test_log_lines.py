@@ -83,7 +83,7 @@ def test_lines_of_threads_are_not_lost(file: File) -> None:
     assert sorted(map(int, file.getvalue().splitlines())) == sorted([*range(1000)] * 4)
 
 
-def test_what_does_not_fit_while_nobody_reads_is_counted_and_told(file: File) -> None:
+def test_lines_dropped_while_nobody_reads_are_counted_and_reported(file: File) -> None:
     lines = LineLogger(file, max_waiting_bytes=1000)
     file.moves.clear()
     lines.warning(b"first")

@@ -101,6 +101,6 @@ def test_a_row_is_about_events_that_exist() -> None:
         ("def say(self, what): log.error(what)\nself.say('a')", {("a", "error")}),
     ],
 )
-def test_what_code_logs_is_found(code: str, found: set[tuple[str, str]]) -> None:
+def test_logged_events_are_found_in_the_code(code: str, found: set[tuple[str, str]]) -> None:
     """The test above sees each way in which events are logged."""
     assert set(logged_in(code)) == found

@@ -276,7 +276,7 @@ def test_a_setting_that_would_be_without_effect_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_what_a_policy_passes_on_it_has(name: str) -> None:
+def test_policy_has_the_attributes_that_it_passes_on(name: str) -> None:
     """Each is a setting of the policy, and of an existing kind of part."""
     factory = POLICIES[name]
     for key, kind in factory.part_settings.items():

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 
-async def test_one_command_with_gateways_shares_no_store() -> None:
+async def test_command_with_gateways_shares_no_store() -> None:
     """Another scheduler would take over, and these gateways would not know it."""
     config = ServeConfig.load(gateways=2, port=0, store="redis://127.0.0.1:1")
     with pytest.raises(ConfigurationError, match="thunderagent scheduler"):
@@ -36,7 +36,7 @@ async def test_one_command_with_gateways_shares_no_store() -> None:
         ({"schedulers": "http://127.0.0.1:1"}, 2, "schedulers: `serve --gateways` has its own; start `thunderagent g"),
     ],
 )
-async def test_what_only_several_processes_use_is_not_ignored(given: dict[str, str], gateways: int, why: str) -> None:
+async def test_option_for_several_processes_is_not_ignored(given: dict[str, str], gateways: int, why: str) -> None:
     """A user would believe that another process takes over."""
     config = ServeConfig.load(gateways=gateways, port=0, **given)
     with pytest.raises(ConfigurationError, match=re.escape(why)):

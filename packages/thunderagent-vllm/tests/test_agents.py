@@ -200,7 +200,7 @@ def test_request_without_a_usable_id_is_never_held(session: object) -> None:
     assert (made.program_count, len(made.pins), made.calls) == (0, 0, {})
 
 
-def test_messages_between_turns() -> None:
+def test_messages_between_turns_are_obeyed() -> None:
     made = agents()
     for program in ("a", "b", "c"):
         turn(made, program, 0.0, blocks=5)
@@ -220,7 +220,7 @@ def test_release_during_a_turn_leaves_no_pin() -> None:
     assert not made.ended("r", 5, [1], 1.0)
 
 
-def test_who_may_take_pins() -> None:
+def test_eligible_request_may_take_pins() -> None:
     made = agents()
     turn(made, "old", 0.0)
     made.arrived("asker", "mid", 10, None, 0.0)

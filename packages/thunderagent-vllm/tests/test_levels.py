@@ -9,7 +9,7 @@ from thunderagent_vllm.levels import Service, effective_level, level_of, quantum
 @pytest.mark.parametrize(
     ("tokens", "level"), [(0, 0), (2048, 0), (2049, 1), (8192, 1), (8193, 2), (32768, 2), (32769, 3), (10**9, 3)]
 )
-def test_level_by_tokens(tokens: int, level: int) -> None:
+def test_level_follows_tokens(tokens: int, level: int) -> None:
     assert level_of(tokens) == level
 
 
@@ -21,7 +21,7 @@ def test_level_is_worse_of_both_and_rises_with_waiting() -> None:
     assert effective_level(1, 0, -5.0, 30.0) == 1
 
 
-def test_quanta_of_the_paper() -> None:
+def test_quanta_match_the_paper() -> None:
     assert [quantum_tokens(2048, level) for level in range(4)] == [2048, 1024, 512, 256]
     assert quantum_tokens(2, 3) == 1
 

@@ -39,7 +39,7 @@ def test_order_is_renewed_as_time_passes() -> None:
     assert sorts.count(0.3) == 4
 
 
-def test_removal() -> None:
+def test_removed_request_leaves_the_queue() -> None:
     made = queue(1, 2, 3, 4)
     made.remove_request(2)
     made.remove_requests([3, 99])
@@ -48,7 +48,7 @@ def test_removal() -> None:
         made.remove_request(2)
 
 
-def test_empty_queue() -> None:
+def test_empty_queue_gives_nothing() -> None:
     made = queue()
     assert (made.head(), bool(made)) == (None, False)
     with pytest.raises(IndexError):

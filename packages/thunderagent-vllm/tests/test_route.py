@@ -63,7 +63,7 @@ async def test_get_reports_and_post_tells() -> None:
     assert core.calls == [("thunderagent_programs", []), ("thunderagent_programs", [["release", "a"]])]
 
 
-async def test_it_is_on_only_if_all_ranks_are() -> None:
+async def test_plugin_is_on_only_if_all_ranks_are() -> None:
     _, answer = await ask(Core({"on": True}, {"on": False}))
     assert (answer["on"], len(answer["ranks"])) == (False, 2)
 
@@ -76,11 +76,11 @@ async def test_everything_else_is_vllms() -> None:
     ("body", "status"),
     [(b"no", 400), (b"[]", 400), (b'{"ops": 5}', 400), (b"[" * 200_000, 400), (b"x" * (MOST_BYTES + 2), 413)],
 )
-async def test_bad_bodies(body: bytes, status: int) -> None:
+async def test_bad_bodies_are_refused(body: bytes, status: int) -> None:
     assert (await ask(Core({}), body))[0] == status
 
 
-async def test_other_methods_and_engines() -> None:
+async def test_unrelated_methods_and_engines_pass() -> None:
     assert (await ask(Core({}), method="DELETE"))[0] == 405
     assert (await ask(object()))[0] == 501
     assert (await ask(Core()))[0] == 503
@@ -100,12 +100,12 @@ async def test_other_methods_and_engines() -> None:
         (["k"], "Basic k", "10.0.0.1", 401),
     ],
 )
-async def test_who_may_ask(keys: object, authorization: str | None, client: str, status: int) -> None:
+async def test_authorised_callers_may_ask(keys: object, authorization: str | None, client: str, status: int) -> None:
     answer = await ask(Core({"on": True}), keys=keys, authorization=authorization, client=client)
     assert answer[0] == status
 
 
-async def test_key_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_route_has_a_key_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THUNDERAGENT_VLLM_KEY", "ours")
     assert (await ask(Core({"on": True})))[0] == 401
     assert (await ask(Core({"on": True}), authorization="Bearer ours", client="10.0.0.1"))[0] == 200

@@ -61,7 +61,7 @@ def test_a_tail_that_goes_shortens_the_figure_block_by_block() -> None:
         assert figure(blocks) == left
 
 
-def test_what_lies_behind_a_gap_counts_for_nothing_until_the_gap_is_filled() -> None:
+def test_blocks_behind_a_gap_do_not_count_until_it_is_filled() -> None:
     """A hit needs every block before it; a request that continues behind a filled gap has all blocks."""
     blocks = after(stored(1, 2, 3, 4), removed(2))
     assert figure(blocks) == 1

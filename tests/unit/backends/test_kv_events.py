@@ -185,7 +185,7 @@ async def connect(engine: Engine, recorder: Recorder) -> None:
     engine.asked_from.clear()
 
 
-async def test_what_an_engine_stores_and_removes_is_reported(engine: Engine) -> None:
+async def test_stored_and_removed_blocks_are_reported(engine: Engine) -> None:
     """Each change is reported once, with the replica's name."""
     async with following(engine) as recorder:
         await engine.publish(stored(1, 2), stored(7, program="q"))
@@ -244,7 +244,7 @@ async def test_a_gap_is_filled_from_the_replay(engine: Engine, has_topic: bool) 
         await recorder.until(p=4, q=1)
 
 
-async def test_what_the_replay_and_the_publisher_both_send_is_taken_once(engine: Engine) -> None:
+async def test_event_in_both_replay_and_stream_counts_once(engine: Engine) -> None:
     """A replay runs ahead of waiting messages: copies would be counted twice, and outlive their removal."""
     async with following(engine) as recorder:
         await engine.publish(stored(1), lost=True)
@@ -267,7 +267,7 @@ async def test_a_replay_that_leaves_something_out_is_asked_for_again(engine: Eng
         assert engine.asked_from == [engine.sequence_id - 11, engine.sequence_id - 7]
 
 
-async def test_who_comes_late_learns_what_was_before(engine: Engine) -> None:
+async def test_late_subscriber_learns_the_earlier_blocks(engine: Engine) -> None:
     """At the first message the subscriber asks for all that the engine keeps."""
     await engine.publish(stored(1, 2))
     await engine.publish(stored(3, parent=2))
@@ -280,7 +280,7 @@ async def test_who_comes_late_learns_what_was_before(engine: Engine) -> None:
     assert engine.asked_from == [0]
 
 
-async def test_what_cannot_be_replayed_is_not_known_any_more(engine: Engine) -> None:
+async def test_blocks_without_a_replay_become_unknown(engine: Engine) -> None:
     """Without a replay a gap ends all figures, silently; a program whose beginning comes again has one again."""
     async with following(engine, replays=False) as recorder:
         await engine.publish(stored(1, 2), stored(7, program="q"))
@@ -495,7 +495,7 @@ async def test_the_server_tells_the_scheduler(engine: Engine, tmp_path: Path) ->
     assert (events[0].replica_id, events[0].resident_tokens) == ("127.0.0.1:9", (("p", 2),))
 
 
-def test_it_runs_on_the_event_loop_of_the_server() -> None:
+def test_subscriber_runs_on_the_event_loop_of_the_server() -> None:
     """That loop is uvloop's."""
 
     async def follow() -> None:

@@ -47,7 +47,7 @@ def stored_as(**fields: object) -> dict[str, Any]:
     return {**STORED, **fields}
 
 
-def test_a_batch_of_0_32() -> None:
+def test_batch_of_vllm_0_32_is_read() -> None:
     """They are maps, with the session that the request named."""
     assert list(read_events(batch(STORED, REMOVED, CLEARED))) == [
         BlocksStored((2**64 - 1, 7), None, 32, "p", 0),
@@ -107,7 +107,7 @@ def test_events_of_older_versions_are_arrays(event: list[object], expected: obje
         {**REMOVED, "medium": "CPU"},
     ],
 )
-def test_what_is_not_about_the_pool_is_left_out(event: object) -> None:
+def test_messages_not_about_the_pool_are_left_out(event: object) -> None:
     """Unknown kinds, other media, layers that keep only a window; the rest of the batch is read."""
     assert list(read_events(batch(event, CLEARED))) == [PoolCleared()]
 
@@ -161,7 +161,7 @@ def test_any_bytes_are_read_or_are_an_error_of_ours(payload: bytes) -> None:
             list(read_events(raw))
 
 
-def test_frames() -> None:
+def test_frames_are_read() -> None:
     """Frames of a message, of a replay, of an older version's replay, and of its end."""
     seven = (7).to_bytes(8, "big")
     assert read_message([b"topic", seven, b"x"]) == KvMessage(7, b"x")

@@ -38,7 +38,7 @@ def test_the_capacity_is_slots_times_tokens() -> None:
     )
 
 
-def test_what_is_not_said_is_not_known() -> None:
+def test_missing_figure_is_unknown() -> None:
     """It is never zero."""
     assert read("") == NOTHING_READ
     assert read("nova:slots 0\nnova:slot_tokens 2048\nnova:slots_used 0\n") == NOTHING_READ
@@ -53,7 +53,7 @@ def test_no_exposition_raises(exposition: str) -> None:
     read(f"nova:slots {exposition}")
 
 
-def test_it_is_found_out_by_its_metrics() -> None:
+def test_nova_is_detected_by_its_metrics() -> None:
     """The other kinds are detected this way, too."""
     backend = backend_of("auto")
     assert backend.read_metrics(SAMPLE).capacity_tokens == 32768
@@ -83,7 +83,9 @@ def test_a_turn_is_tagged_if_that_is_wished_for() -> None:
         ("/tokenize", b'{"a": 1}', "p", True),
     ],
 )
-def test_other_bodies_are_left_as_they_are(path: str, body: bytes, program_id: str | None, tags_programs: bool) -> None:
+def test_unrelated_bodies_are_left_as_they_are(
+    path: str, body: bytes, program_id: str | None, tags_programs: bool
+) -> None:
     """These are requests that are no turns, are anonymous, or have no object."""
     named = NovaBackend().notices.name_turn(path, body, program_id, tags_programs=tags_programs)
     assert (named.body, named.is_tagged) == (body, False)

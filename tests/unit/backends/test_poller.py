@@ -697,7 +697,7 @@ async def test_a_bug_in_the_listener_ends_the_poller_loudly(engines: Callable[[]
     assert caught.group_contains(ZeroDivisionError)
 
 
-async def test_it_runs_once_at_a_time_and_again_after_a_cancellation(engines: Callable[[], Engine]) -> None:
+async def test_poller_runs_once_at_a_time_and_again_after_a_cancellation(engines: Callable[[], Engine]) -> None:
     """A second concurrent run is a bug; after a cancellation it continues where it was."""
     engine = engines()
     await engine.start()
@@ -794,7 +794,7 @@ async def test_ranks_of_a_url_share_its_polls(engines: Callable[[], Engine]) -> 
 
 
 @pytest.mark.parametrize(("rank_ids", "finds_ranks"), [((None,), True), ((None, 0, 1), False)])
-async def test_of_blocks_that_all_ranks_report_each_has_its_part(
+async def test_blocks_reported_by_all_ranks_are_split_among_them(
     rank_ids: tuple[int | None, ...], finds_ranks: bool
 ) -> None:
     """vLLM sums them over its ranks, and labels the sum with each rank."""

@@ -88,7 +88,7 @@ def test_a_version_before_kv_used_tokens_gives_the_mean_of_its_usage() -> None:
     assert read(older).kv_used_ratio == 0.375
 
 
-def test_one_rank_has_no_label_for_it() -> None:
+def test_single_rank_has_no_label() -> None:
     """With dp_size 1 there is no `dp_rank`."""
     assert capacity_of('{model_name="m",tp_rank="0"} 1000.0', '{model_name="m",tp_rank="1"} 1000.0') == 1000
 
@@ -104,7 +104,7 @@ def test_an_engine_without_metrics_says_nothing() -> None:
     assert read("vllm:num_requests_running 3.0\n") == NOTHING_READ
 
 
-def test_what_was_loaded_from_a_tier_did_not_lie_in_the_pool() -> None:
+def test_tokens_loaded_from_a_tier_were_not_in_the_pool() -> None:
     """HiCache's tiers are the host and some kind of storage; without them there is no figure for a tier."""
     cached = 'sglang:cached_tokens_total{{cache_source="{0}"}} {1}.0\n'.format
     asked = "sglang:prompt_tokens_total 900.0\n"
@@ -119,7 +119,7 @@ def test_what_was_loaded_from_a_tier_did_not_lie_in_the_pool() -> None:
     assert read(asked + cached("device", 400)).tier_hit_tokens_total is None
 
 
-def test_what_prometheus_client_writes_is_read() -> None:
+def test_metrics_written_by_prometheus_client_are_read() -> None:
     """SGLang exposes its metrics with this library: counters get `_total` once."""
     registry = CollectorRegistry()
     labels = {"model_name": "m", "tp_rank": "0"}
@@ -197,7 +197,7 @@ def name(body: str, *, path: str = CHAT, program_id: str | None = "p/1", tags: b
         ("/generate", '{"text": null, "input_ids": [1, 2, 3], "stream": true}'),
     ],
 )
-def test_one_request_gets_an_id_of_ours_at_its_front(path: str, body: str) -> None:
+def test_single_request_gets_our_id_at_its_front(path: str, body: str) -> None:
     """The rest of the body is as the client wrote it."""
     indent = body[: len(body) - len(body.lstrip())]
     assert name(body, path=path) == (f'{indent}{{"rid":"ID",', False)
@@ -223,7 +223,7 @@ def test_one_request_gets_an_id_of_ours_at_its_front(path: str, body: str) -> No
         (CHAT, ""),
     ],
 )
-def test_what_has_an_id_or_may_be_several_is_left_as_it_is(path: str, body: str) -> None:
+def test_request_with_an_id_or_in_a_batch_is_left_as_it_is(path: str, body: str) -> None:
     """Older versions refuse one id for several prompts; a client's own id stays."""
     named = SglangNotices().name_turn(path, body.encode(), "p", tags_programs=False)
     assert named == NamedTurn(body.encode())

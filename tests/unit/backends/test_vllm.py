@@ -181,7 +181,7 @@ my_vllm:num_requests_running 3.0
         ),
     ],
 )
-def test_capacity(labels: list[str], capacity_tokens: int | None) -> None:
+def test_capacity_is_read(labels: list[str], capacity_tokens: int | None) -> None:
     """Capacity is the exact label, else blocks times their size, and never zero or a sum over some ranks."""
     assert capacity_of(*labels) == capacity_tokens
 
@@ -231,7 +231,7 @@ def test_windows_line_ends_are_read() -> None:
     assert read(TWO_RANKS.replace("\n", "\r\n")) == read(TWO_RANKS)
 
 
-def test_what_prometheus_client_writes_is_read() -> None:
+def test_metrics_written_by_prometheus_client_are_read() -> None:
     """vLLM exposes its metrics with this library; its output, `_created` samples included, is understood."""
     registry = CollectorRegistry()
     Gauge("vllm:num_requests_running", "Running", ["engine"], registry=registry).labels("0").set(2)
@@ -281,9 +281,7 @@ def test_the_size_of_a_tier_is_that_in_host_memory_of_all_ranks() -> None:
         ({"0": {"endpoint": 5}}, 0, None),
     ],
 )
-def test_where_kv_events_are_published_is_read(
-    said: object, rank: int, expected: tuple[str, str | None] | None
-) -> None:
+def test_endpoint_of_kv_events_is_read(said: object, rank: int, expected: tuple[str, str | None] | None) -> None:
     assert read_kv_event_sources(json.dumps(said).encode(), "h", rank) == expected
     assert read_kv_event_sources(b"\xff", "h", rank) is None
 

@@ -84,12 +84,12 @@ def test_an_older_or_newer_plugin_is_known_by_what_it_says(said: dict[str, Any])
 @pytest.mark.parametrize(
     "said", [None, [], {}, {"on": True}, {"protocol": 1}, {"protocol": "1", "on": True}, {"protocol": True, "on": True}]
 )
-def test_what_is_no_report_is_no_plugin(said: object) -> None:
+def test_answer_without_a_report_means_no_plugin(said: object) -> None:
     """Some servers answer 200 on any path."""
     assert _read(said) == []
 
 
-def test_what_is_no_json_is_no_plugin() -> None:
+def test_answer_that_is_no_json_means_no_plugin() -> None:
     """Nor is what nests too deeply."""
     for answer in (b"", b"\xff", b"<html>", b"[" * 100_000):
         assert read_reports(answer) == []

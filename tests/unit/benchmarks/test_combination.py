@@ -87,14 +87,14 @@ def test_on_one_replica_sticky_is_fcfs_and_runs_once() -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.profile == "demo"], ids=lambda case: case.workload)
-def test_as_many_fit_as_the_case_says(case: Case) -> None:
+def test_case_runs_as_many_programs_as_it_says(case: Case) -> None:
     """The mean size of programs over their lives counts; the other workloads are computed in the same way."""
     engine = case.scenario(0).engine
     context_tokens = mean_context_tokens(case.programs(), engine)
     assert case.fitting_count == int(case.replicas_count * engine.capacity_tokens / context_tokens)
 
 
-def test_another_load_is_another_run() -> None:
+def test_new_load_is_a_new_run() -> None:
     """Stored runs of one load are not taken for those of another."""
     tasks = [Task(case, "mars", 0) for case in (CASES[0], replace(CASES[0], rate_per_s=9.0), CASES[1])]
     assert len({task.key for task in tasks}) == 3
@@ -127,7 +127,7 @@ def test_the_best_single_policy_is_the_best_over_all_workloads() -> None:
     assert len(plot(found, verdicts).axes) == len(MEASURES)
 
 
-def test_one_workload_that_is_worse_is_found() -> None:
+def test_single_worse_workload_is_found() -> None:
     """It is found although the mean over all is better; a longer time is worse."""
     kept = kept_with({COMBINATION: (20.0, 50.0, 0.1)})
     kept[Task(CASES[2], COMBINATION, 0).key]["mean_s"] = 120.0
@@ -138,7 +138,7 @@ def test_one_workload_that_is_worse_is_found() -> None:
     assert (verdict["worst_workload"], verdict["worst_ratio"]) == (CASES[2].workload, 1.2)
 
 
-def test_nobody_in_time_is_no_division_by_nothing() -> None:
+def test_comparison_without_any_program_in_time_divides_by_nothing() -> None:
     """If a seed of the best single policy has no program in time, means are compared."""
     kept = kept_with({})
     for name in SINGLE:

@@ -56,7 +56,7 @@ def test_errors_are_those_of_the_simulator() -> None:
     assert pair.hits_beside_ratio == pytest.approx(0.01)
 
 
-def test_what_lies_in_the_forecast_is_not_beside_it() -> None:
+def test_value_inside_the_forecast_is_not_beside_it() -> None:
     pair = Pair(8, "passthrough", 0, 100.0, 108.0, 0.50, 0.47, (90.0, 110.0), (0.40, 0.50), REAL, SIMULATED)
     assert pair.turns_beside_ratio == pair.hits_beside_ratio == 0.0
 

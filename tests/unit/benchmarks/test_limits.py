@@ -42,7 +42,7 @@ class Tens:
         return ProgramPlan(f"p{seed}-{index}", (TurnPlan(10, 1, 10.0), TurnPlan(10, 1, 0.0)))
 
 
-def test_those_that_came_in_the_time_are_followed_to_their_ends() -> None:
+def test_programs_that_came_in_time_are_followed_to_their_ends() -> None:
     """One runs at a time; from 25 to 45 s those that came at 30 and 40 s count, though the second ends at 50 s."""
     scenario = Scenario(EngineConfig(16_000), programs_count=2, horizon_s=45.0)
     agenda = Agenda()
@@ -119,6 +119,6 @@ def test_the_best_cap_comes_nearest_to_the_limit_in_its_cell() -> None:
     ("read", "text"),
     [(loads, "0"), (loads, "1,x"), (loads, "inf"), (whole_numbers, "1.5"), (whole_numbers, "-1"), (names, "a,,b")],
 )
-def test_what_is_no_list_is_refused(read: Any, text: str) -> None:
+def test_argument_that_is_no_list_is_refused(read: Any, text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         read(text)

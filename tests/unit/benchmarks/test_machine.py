@@ -35,7 +35,7 @@ def test_an_earlier_result_is_kept_beside_a_new_one(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py")))
-def test_what_a_benchmark_takes_from_the_package_is_there(name: str) -> None:
+def test_every_name_that_a_benchmark_imports_exists(name: str) -> None:
     try:
         import_module(f"benchmarks.{name}")
     except ModuleNotFoundError as error:

@@ -66,7 +66,7 @@ def test_a_long_prompt_stands_in_nobodys_way() -> None:
     assert (through["fcfs"] or 9) >= 6
 
 
-def test_one_that_is_alone_gets_the_whole_budget() -> None:
+def test_program_alone_gets_the_whole_budget() -> None:
     """Quanta apply only in company."""
     engine = make_engine(blocks=40_000)
     engine.submit(request("long", 0, 60_000, 2), 0.0)
@@ -75,7 +75,7 @@ def test_one_that_is_alone_gets_the_whole_budget() -> None:
     assert engine.step(0.0).work.prefill_tokens == 256 + 256
 
 
-def test_who_uses_whole_quanta_falls() -> None:
+def test_program_that_uses_whole_quanta_falls() -> None:
     """It falls one level each time, whatever is left: the tail of a prompt gets a quarter of its head's quantum."""
     engine = make_engine(blocks=5000)
     engine.submit(request("talks", 50_000, 4, 400), 0.0)

@@ -73,7 +73,7 @@ def test_no_static_split_is_good_at_every_rate() -> None:
 
 
 @pytest.mark.parametrize("policy_name", ["nova", "multi_stream", "chunked", "pf_limit"])
-def test_one_request_alone_takes_what_its_stages_take(policy_name: str) -> None:
+def test_single_request_takes_the_time_of_its_stages(policy_name: str) -> None:
     """806.8 ms, 324.1 ms, and 28.9 ms for each token but the first; each chunk reads the weights again."""
     outcome = Model(Scheduler(policy_name, slots=1), [(1.0, 41)]).run()
     prefill_s = 14 * 0.0289 if policy_name == "chunked" else 0.3241

@@ -119,7 +119,7 @@ def test_our_scheduler_is_in_vllm_alone_or_behind_our_proxy() -> None:
     assert both.name == "breakeven:high_ratio=1.1+plugin"
 
 
-def test_command_lines_of_peers() -> None:
+def test_command_lines_of_peers_are_built() -> None:
     words = dynamo.mocker_words(dynamo.MockerConfig(kv_tokens=16_000), "/model", "name")
     assert words[words.index("--num-gpu-blocks-override") + 1] == "500"
     router = find_arm("vllm-router-program")

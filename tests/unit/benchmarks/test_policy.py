@@ -52,7 +52,7 @@ def value_of(result: Any) -> Any:
     return result.value
 
 
-def test_the_mean_context_of_a_program_by_hand() -> None:
+def test_mean_context_of_a_program_matches_a_calculation_by_hand() -> None:
     """Turns take 20 s and 10 s, a second an iteration; a tool takes 100 s with 120 tokens."""
     engine = EngineConfig(16_000, timing=TimingProfile("unit", base_s=1.0, prefill_token_s=0.0, decode_request_s=0.0))
     assert mean_context_tokens(OneProgram(), engine) == pytest.approx((20 * 110 + 100 * 120 + 10 * 155) / 130)
@@ -98,7 +98,7 @@ def test_the_bad_end_of_an_interval_must_reach_the_bar_over_enough_seeds(
     assert Finding("here", "p", "figure", interval, at_least, at_most).verdict == verdict
 
 
-def test_what_was_in_time_is_kept_of_every_comparison() -> None:
+def test_programs_in_time_are_kept_of_every_comparison() -> None:
     """The report needs it, whichever command made the comparison."""
     bench = Bench(arguments().parse_args(["told", "--seeds", "1", "--jobs", "1", "--minutes", "1"]), Console())
     for count in (2, 3):

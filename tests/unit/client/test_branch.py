@@ -81,7 +81,7 @@ def test_an_id_that_the_proxy_would_not_take_is_refused_at_once(program_id: Any)
 
 @pytest.mark.parametrize("text", ["é", "a\nb", " a", "x" * 257])
 @pytest.mark.parametrize("name", ["branch_id", "group", "program_class"])
-def test_what_only_headers_say_must_fit_there(name: str, text: str) -> None:
+def test_values_for_headers_alone_must_fit_there(name: str, text: str) -> None:
     with pytest.raises(ValueError, match="goes into a header"):
         Branch(PROXY, "task", **{name: text})
 

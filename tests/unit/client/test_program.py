@@ -66,7 +66,7 @@ def test_a_plain_program_is_one_request_at_its_end(proxy: FakeProxy) -> None:
     assert p.ended
 
 
-def test_what_became_of_it_is_told_with_its_end(proxy: FakeProxy) -> None:
+def test_outcome_is_sent_with_the_end(proxy: FakeProxy) -> None:
     with program("a", proxy=proxy.url) as p:
         p.outcome = "failure"
     assert proxy.requests == [("POST", "/programs/release", {"program_id": "a", "outcome": "failure"})]
@@ -86,14 +86,14 @@ OPENED = {
 }
 
 
-def test_what_the_proxy_must_know_is_said_first(proxy: FakeProxy) -> None:
+def test_settings_are_sent_first(proxy: FakeProxy) -> None:
     sandboxes = ["coder", {"spec": {"image": "i"}}]
     with program("a", proxy=proxy.url, group="g", program_class="c", sandboxes=sandboxes):
         assert proxy.requests == [("POST", "/programs", OPENED)]
     assert proxy.released() == ["a"]
 
 
-async def test_what_the_proxy_must_know_is_said_first_async(proxy: FakeProxy) -> None:
+async def test_settings_are_sent_first_async(proxy: FakeProxy) -> None:
     async with program("a", proxy=proxy.url, sandboxes=["coder"]):
         body = {"program_id": "a", "sandboxes": [{"template": "coder"}]}
         assert proxy.requests == [("POST", "/programs", body)]
@@ -126,7 +126,7 @@ def test_a_program_is_entered_once(proxy: FakeProxy) -> None:
     assert proxy.released() == ["a"]
 
 
-def test_what_was_released_by_hand_is_not_released_again(proxy: FakeProxy) -> None:
+def test_program_released_by_hand_is_not_released_again(proxy: FakeProxy) -> None:
     with program("a", proxy=proxy.url) as p:
         assert p.release()
         assert current_program() is None
@@ -344,7 +344,7 @@ async def test_tasks_and_threads_have_programs_of_their_own(proxy: FakeProxy) ->
         assert found == [None], "a plain thread has a context of its own"
 
 
-async def test_what_outlives_its_program_sees_the_next_one_outward(proxy: FakeProxy) -> None:
+async def test_call_that_outlives_its_program_sees_the_next_one_outward(proxy: FakeProxy) -> None:
     ended = asyncio.Event()
 
     async def straggler() -> Program | None:
@@ -501,7 +501,7 @@ def test_sandboxes_that_are_off_are_said_to_be(proxy: FakeProxy) -> None:
 # --- between turns
 
 
-async def test_what_is_known_of_the_next_turn_is_said(proxy: FakeProxy) -> None:
+async def test_knowledge_of_the_next_turn_is_sent(proxy: FakeProxy) -> None:
     """It is sent for a program, or for a branch by its name; the answer says whether the program is known."""
     proxy.answer("/programs/a%2Fb/hints", (200, {"program_id": "a/b", "known": True}), (200, {"known": False}))
     a = Program(proxy.url, "a/b")

@@ -70,7 +70,7 @@ def ready(proxy: FakeProxy, **fields: Any) -> ProgramSandbox:
     return ProgramSandbox(program_id="p-1", proxy=proxy.url)
 
 
-def test_it_is_asked_for_at_once_and_waited_for_at_first_use(proxy: FakeProxy, calls: Path) -> None:
+def test_sandbox_is_requested_at_once_and_awaited_at_first_use(proxy: FakeProxy, calls: Path) -> None:
     """The request returns while the sandbox is prepared; the first command waits, and the second asks nobody."""
     proxy.answer(PATH, (200, ASKED), has(sandbox("preparing")), has(sandbox("other", sandbox_id="s-2"), sandbox()))
     its = ProgramSandbox(program_id="p-1", proxy=proxy.url, template="coder")
@@ -196,7 +196,7 @@ def test_files_and_folders_go_in_and_out(proxy: FakeProxy, calls: Path, tmp_path
     assert its.read(f"{tmp_path}/inside/more/text").decode() == "ä $x"
 
 
-def test_what_is_missing_is_said(proxy: FakeProxy, calls: Path, tmp_path: Path) -> None:
+def test_missing_sandbox_is_reported(proxy: FakeProxy, calls: Path, tmp_path: Path) -> None:
     """A missing file is Python's own error; what the sandbox refuses is ours, with its words."""
     its = ready(proxy)
     for call in (its.read, lambda path: its.copy_out(path, tmp_path / "out")):
@@ -216,7 +216,7 @@ def test_a_sandbox_that_has_ended_is_no_missing_file(
         ready(proxy).read("/etc/hostname")
 
 
-def test_what_leads_out_of_a_folder_is_not_copied(proxy: FakeProxy, calls: Path, tmp_path: Path) -> None:
+def test_path_that_leads_out_of_a_folder_is_not_copied(proxy: FakeProxy, calls: Path, tmp_path: Path) -> None:
     """What a sandbox packs is not trusted."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:

@@ -201,7 +201,7 @@ MAIN = (*POD, "containers", 0)
         (lambda m: _with(m, None, "spec"), "spec: None is no V1DeploymentSpec"),
     ],
 )
-def test_what_an_api_server_would_refuse_is_found(spoil: Callable[[Json], Json], said: str) -> None:
+def test_manifest_that_an_api_server_would_refuse_is_found(spoil: Callable[[Json], Json], said: str) -> None:
     """The schemas catch misspelt, missing and mistyped fields."""
     assert any(said in problem for problem in problems(spoil(copy.deepcopy(one("Deployment", "thunderagent")))))
 

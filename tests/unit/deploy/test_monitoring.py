@@ -70,7 +70,7 @@ def test_the_documentation_has_what_is_compared() -> None:
         ('sum by (le) (rate(thunderagent_hold_seconds_bucket{job=~"$job"}[5m]))', []),
     ],
 )
-def test_what_is_not_exposed_is_found(expression: str, wrong: list[str]) -> None:
+def test_metric_that_is_not_exposed_is_found(expression: str, wrong: list[str]) -> None:
     """The comparison finds what it looks for."""
     assert wrong_in(expression) == wrong
 

@@ -43,7 +43,7 @@ def findings(
     return {finding.check: finding for finding in program.findings_of(trial)}
 
 
-def test_two_turns_as_they_should_be() -> None:
+def test_two_correct_turns_give_no_finding() -> None:
     assert {finding.level for finding in findings(turn(), turn()).values()} == {Level.OK}
 
 
@@ -155,7 +155,7 @@ async def test_a_clock_is_off_by_what_the_way_does_not_explain(told_s: float, sk
     assert answer.skew_s == pytest.approx(skew_s)
 
 
-async def test_what_is_no_answer_is_kept_as_such() -> None:
+async def test_unreadable_answer_is_kept_as_such() -> None:
     """Nothing raises: neither a failed request nor a body that is no JSON, or no object."""
 
     def fail(request: httpx2.Request) -> httpx2.Response:

@@ -70,7 +70,7 @@ def test_images_that_cannot_be_read_are_refused(loaded: tuple[Vlm, Codec], data:
 
 
 @pytest.mark.parametrize("kind", ["ICO", "EPS", "TIFF"])
-def test_other_kinds_of_images_are_refused(loaded: tuple[Vlm, Codec], kind: str) -> None:
+def test_unsupported_image_kinds_are_refused(loaded: tuple[Vlm, Codec], kind: str) -> None:
     """Pillow unpacks some before their pixels are counted, and gives others to another program."""
     _, codec = loaded
     file = BytesIO()

@@ -30,7 +30,7 @@ def test_every_field_has_an_option_and_its_default() -> None:
 
 
 @pytest.mark.parametrize(("text", "units"), [("adaptive", None), ("24", (24, 24)), ("24,30", (24, 30))])
-def test_splits(text: str, units: tuple[int, int] | None) -> None:
+def test_splits_are_read(text: str, units: tuple[int, int] | None) -> None:
     """Splits are by load, one for both stages, or one for each."""
     assert static_split(text) == units
 
@@ -47,7 +47,7 @@ def test_splits(text: str, units: tuple[int, int] | None) -> None:
         ("--resident-layers", "2"),
     ],
 )
-def test_what_means_nothing_is_refused(options: tuple[str, ...]) -> None:
+def test_meaningless_option_is_refused(options: tuple[str, ...]) -> None:
     """The refusal is in words, and comes before a model is loaded."""
     with pytest.raises(ConfigurationError):
         config(*options)

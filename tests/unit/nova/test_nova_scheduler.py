@@ -95,7 +95,7 @@ def test_encoding_and_prefill_never_run_beside_each_other() -> None:
     assert after_a == [StartEncode("b", 24)]
 
 
-def test_who_becomes_ready_joins_the_next_batch() -> None:
+def test_ready_request_joins_the_next_batch() -> None:
     """Decoding waits for nothing but the batch in flight."""
     scheduler = nova()
     decoding(scheduler)
@@ -146,7 +146,7 @@ def test_a_request_waits_for_a_slot_and_holds_up_none_that_has_one() -> None:
 # --- Cancellation and failure -----------------------------------------------------------------------------------
 
 
-def test_who_leaves_in_a_pass_is_freed_with_its_answer() -> None:
+def test_request_that_leaves_in_a_pass_is_freed_with_its_answer() -> None:
     """The worker still writes to its slot until then."""
     scheduler = nova()
     arrived(scheduler, "a", "b")
@@ -157,7 +157,7 @@ def test_who_leaves_in_a_pass_is_freed_with_its_answer() -> None:
     assert scheduler.handle(PrefillDone(0.0, "b", PROMPT)) == [Free("b")]
 
 
-def test_who_leaves_while_decoding_is_freed_after_the_batch() -> None:
+def test_request_that_leaves_while_decoding_is_freed_after_the_batch() -> None:
     """The others of the batch continue."""
     scheduler = nova()
     decoding(scheduler)
@@ -168,7 +168,7 @@ def test_who_leaves_while_decoding_is_freed_after_the_batch() -> None:
     assert scheduler.handle(DecodeDone(0.0, ("a",))) == [Free("a")]
 
 
-def test_who_is_unknown_or_through_cannot_be_cancelled() -> None:
+def test_unknown_or_finished_request_cannot_be_cancelled() -> None:
     """A client may leave at the very end."""
     assert nova().handle(Cancelled(0.0, "nobody")) == []
 
@@ -188,7 +188,7 @@ def test_a_pass_that_failed_ends_its_requests_and_frees_its_stage(stage: str) ->
         assert decisions[1] == StartPrefill("b", 0, PROMPT, None)
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_impossible_request_is_refused() -> None:
     """A stage without such a request does not answer for it."""
     scheduler = nova()
     arrived(scheduler, "a")
@@ -252,7 +252,7 @@ def test_a_budget_that_decoding_uses_up_lets_prefill_creep() -> None:
     assert scheduler.handle(DecodeDone(0.0, ("a",)))[0] == StartPrefill("b", 0, 1, None)
 
 
-def test_chunked_encodes_beside_nothing() -> None:
+def test_chunked_encodes_run_beside_nothing() -> None:
     """Chunked prefill beside encoding would delay decoding, as the paper says."""
     scheduler = Scheduler("chunked", slots=9)
     decoding_tokens = 100

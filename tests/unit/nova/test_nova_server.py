@@ -44,7 +44,7 @@ def events_of(body: str) -> list[Any]:
     return [json.loads(line) for line in lines]
 
 
-async def test_an_answer_and_its_usage() -> None:
+async def test_answer_carries_its_usage() -> None:
     """Tokens of images are part of the prompt's, and shown separately."""
     async with served(FakeEngine()) as client:
         answer = (await client.post(CHAT, json=chat("hello", PNG, PNG))).json()
@@ -70,7 +70,7 @@ async def test_an_answer_is_cut_at_its_length(field: str) -> None:
 
 
 @pytest.mark.parametrize("asks", [True, False])
-async def test_a_stream(asks: bool) -> None:
+async def test_stream_arrives_in_pieces(asks: bool) -> None:
     """There is one event for each token, with the role in the first; usage comes only on request."""
     options = {"stream_options": {"include_usage": True}} if asks else {}
     async with served(FakeEngine()) as client:
@@ -125,7 +125,7 @@ REFUSED: dict[str, tuple[int, Any]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-async def test_what_is_refused(what: str) -> None:
+async def test_unsupported_request_is_refused(what: str) -> None:
     """The refusal is in OpenAI's words, and before the engine gets the request."""
     status, body = REFUSED[what]
     engine = FakeEngine()
@@ -136,14 +136,14 @@ async def test_what_is_refused(what: str) -> None:
     assert not engine.requests
 
 
-async def test_what_concerns_sampling_has_no_effect() -> None:
+async def test_sampling_fields_have_no_effect() -> None:
     """Decoding is greedy; clients always send such fields."""
     async with served(FakeEngine()) as client:
         answer = await client.post(CHAT, json=chat("a", temperature=0.7, top_p=0.9, seed=1, user="x"))
     assert answer.json()["choices"][0]["message"]["content"] == "A"
 
 
-async def test_too_many_that_wait_are_refused() -> None:
+async def test_request_past_the_queue_bound_is_refused() -> None:
     """Each waiting request holds the pixels of its images."""
     engine = FakeEngine(encode_s=1.0)
     async with served(engine, max_waiting=2) as client:
@@ -253,7 +253,7 @@ async def test_a_turn_that_is_being_read_keeps_no_slot_for_a_program_released_me
     assert engine.stats().slots_kept == 0
 
 
-async def test_models_and_health() -> None:
+async def test_models_and_health_are_served() -> None:
     """Clients and the proxy ask for them first."""
     async with served(FakeEngine()) as client:
         models = (await client.get("/v1/models")).json()

@@ -38,7 +38,7 @@ def test_half_a_character_at_the_end_is_shown() -> None:
     assert stream.end() == "\N{REPLACEMENT CHARACTER}"
 
 
-def test_what_begins_a_stop_text_is_held_back() -> None:
+def test_beginning_of_a_stop_text_is_held_back() -> None:
     """It is sent later if it does not become one."""
     assert parts_of("a<b<en", "<end>") == ["a", "", "<b", "", "", "", "<en"]
 
@@ -54,7 +54,7 @@ def test_a_stop_text_ends_the_answer(text: str, stops: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("text", "stopped"), [("abc", True), ("ab", False)])
-def test_it_says_that_it_stopped(text: str, stopped: bool) -> None:
+def test_finish_reason_says_stop(text: str, stopped: bool) -> None:
     """The request can then be ended."""
     stream = TextStream(bytes_to_text, ["bc"])
     for token in text.encode():

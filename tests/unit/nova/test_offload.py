@@ -144,6 +144,6 @@ def test_too_few_and_too_many_physical_layers_are_refused():
 @pytest.mark.parametrize(
     ("pass_s", "bytes_per_s", "expected"), [(0.8, 16e9, 0), (0.127, 55e9, 14), (0.05, 25e9, 55), (0.01, 0.0, 64)]
 )
-def test_as_many_layers_stay_as_the_bus_cannot_carry(pass_s: float, bytes_per_s: float, expected: int):
+def test_resident_layers_are_those_that_the_bus_cannot_carry(pass_s: float, bytes_per_s: float, expected: int):
     """Eq. 8 gives the number of layers that stay; the paper's card needs none."""
     assert resident_layers(64, 8.86e9, pass_s, bytes_per_s) == expected

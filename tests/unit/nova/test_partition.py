@@ -108,7 +108,7 @@ def test_the_two_lanes_of_each_split_are_disjoint_and_cover_the_device():
         assert pool.stream("encode", split) == pool.stream("prefill", split), "they never run beside each other"
 
 
-def test_what_the_driver_rounds_up_is_known_by_what_came_out():
+def test_size_rounded_by_the_driver_is_learned_from_the_result():
     """Counts of 5 and 8 are both 8 SMs: it is one split, made once."""
     driver = FakeDriver()
     assert pool_of(driver, 5, 8, 17).splits == (8, 24)
@@ -194,7 +194,7 @@ def _team(name: str) -> set[frozenset[int]]:
     return {frozenset(os.sched_getaffinity(int(task.name))) for task in tasks}
 
 
-def test_one_lane_for_all_changes_nothing():
+def test_single_lane_changes_nothing():
     pool = NullPool()
     with pool.enter("encode", None):
         pool.move("encode", 3)

@@ -85,7 +85,7 @@ async def test_a_new_name_is_looked_up_once_for_all_turns_that_wait_for_it() -> 
 
 
 @in_virtual_time
-async def test_what_was_found_is_kept_as_long_as_it_may_be_right() -> None:
+async def test_found_address_is_kept_as_long_as_it_may_be_right() -> None:
     async with looking(ENGINE) as (addresses, names, replicas):
         await asyncio.sleep(0.1)
         names.found = ("10.0.0.2", "10.0.0.1")

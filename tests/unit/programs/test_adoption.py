@@ -103,7 +103,7 @@ def test_ages_grow_with_the_time_that_passed(ages: tuple[float, ...]) -> None:
     assert program.tool == "make"
 
 
-def test_who_writes_down_programs_hears_of_each_that_changed() -> None:
+def test_program_writer_hears_of_each_change() -> None:
     """Each is reported once, however often it changed; an ended one is reported as ended."""
     driver = Driver(Cap(n=1))
     book = driver.scheduler.book

@@ -25,12 +25,12 @@ def learns_sizes(driver: Driver, tokens: int) -> None:
         driver.releases(f"before-{number}")
 
 
-def test_at_first_some_for_each_replica() -> None:
+def test_first_window_is_some_programs_per_replica() -> None:
     now = concurrency(driver_of().scheduler)
     assert (now.useful_count, now.programs_count, now.why) == (FIRST_COUNT, 0, Why.STEP)
 
 
-def test_what_fits_with_its_growth_and_half_as_many_again() -> None:
+def test_window_is_what_fits_with_growth_and_half_as_many_again() -> None:
     """The sizes of programs must be known."""
     driver = driver_of()
     learns_sizes(driver, 1000)
@@ -55,7 +55,7 @@ def test_until_sizes_are_known_half_of_what_seems_to_fit() -> None:
     assert now.useful_count == fitting_count / 2 < 2 * 8
 
 
-def test_who_waits_and_who_is_at_a_tool_without_a_claim_is_there() -> None:
+def test_waiting_program_and_unclaimed_program_at_a_tool_count_as_present() -> None:
     driver = driver_of(3000)
     learns_sizes(driver, 1000)
     for number in range(8):
@@ -103,7 +103,7 @@ def test_noise_changes_nothing_that_is_said() -> None:
     assert sum(before != now for before, now in pairwise(said)) <= 2
 
 
-def test_what_lasts_is_said_within_minutes() -> None:
+def test_lasting_change_is_reported_within_minutes() -> None:
     """A caller that asks rarely gets it at once."""
     steady = SteadyCount()
     assert steady.update(20, 0.0) == 20
@@ -113,5 +113,5 @@ def test_what_lasts_is_said_within_minutes() -> None:
     assert steady.update(30, 10_000.0) in (29, 30)
 
 
-def test_one_is_always_of_use() -> None:
+def test_one_program_is_always_useful() -> None:
     assert SteadyCount().update(0.0, 0.0) == 1

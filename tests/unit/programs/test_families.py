@@ -31,7 +31,7 @@ def test_children_of_a_parent_that_waits_are_let_in(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize("policy", [BreakEven(), ThunderAgent()])
-def test_where_the_parent_is_paused_for_one_child_the_others_wait_for_that(policy: Policy) -> None:
+def test_other_children_wait_where_the_parent_is_paused_for_one(policy: Policy) -> None:
     """They do not wait for the parent, whose memory they got: none waits for ever."""
     driver = Driver(policy, replicas={"r0": 1000})
     driver.takes_turn("parent", 900)
@@ -190,7 +190,7 @@ def test_a_child_without_a_turn_ends_when_its_parent_goes_on() -> None:
     assert end.reason is Reason.PARENT_GOES_ON
 
 
-def test_who_may_work_beside_its_parent_does_not_end() -> None:
+def test_child_that_works_beside_its_parent_does_not_end() -> None:
     """A child in flight, whose tool runs, that said when it is back, or had no turn; and a stranger's."""
     driver = Driver(Sticky())
     driver.takes_turn("parent", 100)

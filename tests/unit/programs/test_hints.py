@@ -80,7 +80,7 @@ def test_a_hint_with_a_turn_counts_from_its_end(driver: Driver) -> None:
     assert held_s(driver) == pytest.approx(8.0)
 
 
-def test_one_that_is_less_sure_is_held_for_less() -> None:
+def test_unsure_hint_is_held_for_less() -> None:
     """A confidence of one half pays a third of the threshold; a lower one counts as no hint."""
     found = {}
     for said_s, confidence in ((6.0, 0.5), (7.0, 0.5), (7.0, 0.6), (1.0, 0.4)):
@@ -194,7 +194,7 @@ def test_a_program_that_ends_when_its_turn_is_overdue_was_said_wrong(driver: Dri
     assert driver.scheduler.knowledge.hints.outcome_counts == {"right": 0, "early": 0, "late": 1}
 
 
-def test_another_tenant_is_believed_as_before() -> None:
+def test_hints_of_another_tenant_are_believed_as_before() -> None:
     """The confidence in a tenant's new programs comes from its old ones, and does not affect another tenant."""
     record = HintRecord()
     mine, new, other = (Program(name, 1, 0.0, Place(Kind.AWAY)) for name in ("mine", "new", "other"))
@@ -244,7 +244,7 @@ def test_a_tool_that_is_said_to_be_through_is_waited_for_whatever_was_said_befor
     assert held_s(driver) == pytest.approx(7.0)
 
 
-def test_what_is_held_for_ended_tools_is_bounded_however_often_they_end(driver: Driver) -> None:
+def test_holds_for_ended_tools_are_bounded_however_often_they_end(driver: Driver) -> None:
     """Each end after a turn, however late it comes, is worth half of the one before; the next turn begins anew."""
     driver.takes_turn("a", 200)
     for _ in range(2):
@@ -281,7 +281,7 @@ def test_parts_of_a_policy_leave_it_its_hints() -> None:
     assert held_s(driver) == pytest.approx(8.0)
 
 
-def test_of_nobody_nothing_is_heard(driver: Driver) -> None:
+def test_hint_without_a_program_teaches_nothing(driver: Driver) -> None:
     """A hint for an unknown program is no error; an announced one keeps its hints until its first turn."""
     assert driver.is_hinted("nobody", 4.0) == []
     driver.opens("a")

@@ -154,7 +154,7 @@ def test_a_mark_with_two_causes_ends_with_the_last() -> None:
     assert driver.home("a") == "r1"
 
 
-def test_what_a_policy_marked_it_may_take_back_and_nothing_else() -> None:
+def test_policy_may_withdraw_its_own_marks_and_nothing_else() -> None:
     """The policy's own mark stays when another cause ends."""
     driver = Driver(replicas={"r0": 1000})
     driver.arrives("a", 100)

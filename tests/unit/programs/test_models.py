@@ -42,7 +42,7 @@ def test_a_program_moves_to_where_its_turn_is_served_and_stays_there() -> None:
     assert driver.home("p") == "r0"
 
 
-def test_who_is_paused_is_restored_where_its_adapter_is() -> None:
+def test_paused_program_is_restored_where_its_adapter_is() -> None:
     """It is restored as soon as there is room, though others always have some."""
     driver = three()
     first = driver.arrives("first", 900, model="lora")

@@ -109,7 +109,7 @@ def test_a_program_moves_to_its_route_with_its_next_turn() -> None:
     assert driver.home("a") == "r1"
 
 
-def test_who_does_not_fit_waits_for_its_replica_alone() -> None:
+def test_program_too_large_for_its_route_waits_for_that_replica_alone() -> None:
     """The policy does not see it, so it is not sent elsewhere; the policy is asked when there is room."""
     driver = by_memory()
     driver.routes("tenant", "t", r0=1)
@@ -142,7 +142,7 @@ def test_a_route_to_what_is_closed_is_as_if_it_were_not_there() -> None:
     assert driver.home("d") == "r0"
 
 
-def test_who_is_bound_waits_while_grants_are_suspended_there() -> None:
+def test_routed_program_waits_while_grants_are_suspended_there() -> None:
     """It waits like a program that is there."""
     driver = by_memory()
     driver.routes("all", "", r0=1)
@@ -153,7 +153,7 @@ def test_who_is_bound_waits_while_grants_are_suspended_there() -> None:
     assert driver.granted_on[turn_id] == "r0"
 
 
-def test_why_who_is_bound_waits_is_said_anew_when_grants_go_on() -> None:
+def test_routed_program_reports_a_new_reason_when_grants_resume() -> None:
     """It changes only when grants resume on its own replica, for every cause; other replicas do not matter."""
     driver = by_memory()
     driver.arrives("there", 900)
@@ -171,7 +171,7 @@ def test_why_who_is_bound_waits_is_said_anew_when_grants_go_on() -> None:
     assert driver.program("a").hold_reason == Reason.NO_ROOM
 
 
-def test_why_one_waits_is_said_anew_when_its_route_is_another() -> None:
+def test_waiting_program_reports_a_new_reason_when_its_route_changes() -> None:
     """A program that waited for a suspended replica now waits for room on its new route."""
     driver = by_memory()
     driver.arrives("there", 100)
@@ -272,7 +272,7 @@ def test_priority_comes_before_the_policy_s_order() -> None:
     assert order == ["a", "d", "c", "b"]
 
 
-def test_who_comes_later_with_a_better_priority_passes() -> None:
+def test_late_program_with_a_better_priority_overtakes() -> None:
     """This holds even if its turn arrives after the priority was set."""
     driver = by_memory(r0=1000)
     driver.takes_turn("late", 100)
@@ -305,7 +305,7 @@ def _decided(driver: Driver, program_id: str) -> list[object]:
     return list(driver.decisions)
 
 
-def test_the_number_for_an_engine() -> None:
+def test_engine_gets_the_priority_number() -> None:
     """It counts alone if the policy has none; a large number of the policy never reverses it."""
     program = Program("a", 1, 0.0)
     assert engine_priority(program, "r", None) is None
@@ -338,7 +338,7 @@ def test_a_priority_out_of_bounds_is_refused(priority: int) -> None:
 # --- migrate
 
 
-def test_who_is_at_a_tool_moves_at_once() -> None:
+def test_program_at_a_tool_moves_at_once() -> None:
     """It is paused, and then restored elsewhere."""
     driver = by_memory()
     driver.takes_turn("a", 100)
@@ -348,7 +348,7 @@ def test_who_is_at_a_tool_moves_at_once() -> None:
 
 
 @pytest.mark.parametrize("asked_during", ["tool", "turn"])
-def test_what_a_moved_program_has_left_behind_is_no_loss_of_its_new_replica(asked_during: str) -> None:
+def test_leftover_of_a_moved_program_is_no_loss_of_its_new_replica(asked_during: str) -> None:
     """Nothing of it is there: its next turn is expected to compute its history, and the one after that to find it."""
     driver = Driver(load_policy("breakeven", {}), replicas={"r0": 100_000, "r1": 100_000})
     turn_id = driver.arrives("a", 10_000)
@@ -413,7 +413,7 @@ def test_a_branch_that_had_no_turn_since_its_program_moved_has_nothing_there() -
     assert (driver.granted_on[side], driver.scheduler.turns[side].kept_tokens) == ("r1", 0)
 
 
-def test_who_has_a_turn_in_flight_moves_when_that_ends() -> None:
+def test_program_with_a_turn_in_flight_moves_when_that_ends() -> None:
     """It is marked until then, and the policy cannot take the mark back."""
     driver = Driver(load_policy("breakeven", {}), replicas={"r0": 10_000, "r1": 10_000})
     turn_id = driver.arrives("a", 100)
@@ -430,7 +430,7 @@ def test_who_has_a_turn_in_flight_moves_when_that_ends() -> None:
     assert driver.granted_on[beside] == "r1"
 
 
-def test_who_waits_goes_at_once() -> None:
+def test_waiting_program_moves_at_once() -> None:
     """It no longer waits for anything; all its turns go with it."""
     driver = by_memory(r0=1000, r1=100)
     driver.routes("all", "", r0=1)
@@ -442,7 +442,7 @@ def test_who_waits_goes_at_once() -> None:
     assert driver.program("b").routed_to == "r1"
 
 
-def test_who_is_paused_at_a_tool_goes_there_with_its_next_turn() -> None:
+def test_program_paused_at_a_tool_moves_with_its_next_turn() -> None:
     """It goes with or without room; nothing is claimed for it meanwhile."""
     driver = by_memory()
     driver.takes_turn("a", 100)
@@ -466,7 +466,7 @@ def test_a_destination_that_is_gone_is_forgotten() -> None:
     assert driver.home("a") == "r0"
 
 
-def test_who_was_to_move_and_loses_its_replica_goes_where_it_was_to() -> None:
+def test_program_that_loses_its_replica_before_a_move_goes_to_the_target() -> None:
     """It goes there with its next turn."""
     driver = by_memory(r0=1000, r1=1000, r2=1000)
     turn_id = driver.arrives("a", 100)
@@ -554,7 +554,7 @@ def test_a_global_policy_is_asked_once_in_a_period() -> None:
     assert Composed(load_policy("ttl", {}), global_policy=Doing(period_s=0.25)).tick_s == 0.25
 
 
-def test_what_a_global_policy_frees_is_used_in_the_same_event() -> None:
+def test_memory_freed_by_a_global_policy_is_used_in_the_same_event() -> None:
     """The local policy balances after it."""
     control = Doing()
     driver = controlled(control, r0=1000)
@@ -616,7 +616,7 @@ def test_a_global_policy_hears_of_a_burst_in_parts() -> None:
     assert heard == [[names[1], *names[3:-2]], [names[-1]], []]
 
 
-def test_who_ends_is_not_kept_for_a_global_policy() -> None:
+def test_ended_program_is_not_kept_for_a_global_policy() -> None:
     """This holds however long its period is."""
     driver = controlled(Doing(period_s=3600.0), r0=1000)
     driver.takes_turn("a", 900)
@@ -628,7 +628,7 @@ def test_who_ends_is_not_kept_for_a_global_policy() -> None:
     assert driver.scheduler.global_policies.unseen_count == 1
 
 
-def test_what_a_view_tells_of_waiting_and_running() -> None:
+def test_view_shows_waiting_and_running_programs() -> None:
     """The three default policies decide by these figures."""
     driver = by_memory()
     driver.routes("tenant", "t", r0=1)

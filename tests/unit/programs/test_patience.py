@@ -68,7 +68,7 @@ def test_the_whole_program_is_let_in() -> None:
     assert {patient, impatient} <= set(driver.granted_on)
 
 
-def test_it_goes_where_most_of_it_lies_then_where_least_is_claimed_in_excess() -> None:
+def test_impatient_program_goes_where_most_of_it_lies_then_where_least_is_overclaimed() -> None:
     """It goes home if its history is still there; otherwise to the replica that it overloads least."""
     driver = Driver(Cap(n=2), replicas={"r0": 1000, "r1": 1000, "r2": 4000}, settings=SETTINGS)
     driver.takes_turn("second", 500)
@@ -272,7 +272,7 @@ def test_patience_overdraws_a_replica_by_no_more_than_the_ratio() -> None:
     assert {driver.rejected_for[turn_id] for turn_id in turns if turn_id not in granted} == {Reason.OVERDRAWN}
 
 
-def test_one_impatient_program_may_always_be_let_in() -> None:
+def test_single_impatient_program_is_always_let_in() -> None:
     """It may have any size, as long as no other was."""
     driver = full()
     first, second = (driver.arrives(name, 5000, patience_s=10.0) for name in "ab")

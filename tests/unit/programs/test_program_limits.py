@@ -58,7 +58,7 @@ def test_turns_beside_each_other_count() -> None:
     assert [driver.rejected_for.get(each) for each in turn_ids] == [None] * 3 + [Reason.MAX_TURNS] * 2
 
 
-def test_another_attempt_at_a_turn_is_the_same_turn() -> None:
+def test_second_attempt_at_a_turn_is_the_same_turn() -> None:
     """A turn whose replica failed it may be tried again, though it was the last."""
     driver = Driver()
     limits = ProgramLimits(max_turns=1)

@@ -93,7 +93,7 @@ STREAMS: Mapping[str, Callable[[int], str]] = {
 
 @pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize("policy", [*BY_AGE, *BY_SIZE, *CAP])
-def test_who_is_bound_is_not_passed_for_ever(policy: str, stream: str) -> None:
+def test_routed_program_is_not_overtaken_without_end(policy: str, stream: str) -> None:
     """Newcomers of the same route, or without a route, fit where it does not fit."""
     driver = driven({**BY_AGE, **BY_SIZE, **CAP}[policy])
     newcomers = Stream(driver, SMALL_TOKENS, STREAMS[stream])
@@ -110,7 +110,7 @@ def test_who_is_bound_is_not_passed_for_ever(policy: str, stream: str) -> None:
 
 
 @pytest.mark.parametrize("policy", [*BY_AGE, *BY_SIZE, *CAP])
-def test_who_may_go_anywhere_is_not_passed_for_ever_by_who_is_bound(policy: str) -> None:
+def test_free_program_is_not_overtaken_without_end_by_routed_ones(policy: str) -> None:
     """Bound programs are considered first, but go in the same order."""
     driver = driven({**BY_AGE, **BY_SIZE, **CAP}[policy])
     newcomers = Stream(driver, SMALL_TOKENS, lambda number: ("to-r0", "to-r1")[number % 2])
@@ -126,7 +126,7 @@ def test_who_may_go_anywhere_is_not_passed_for_ever_by_who_is_bound(policy: str)
 
 
 @pytest.mark.parametrize("policy", ["ttl", "breakeven", "cap"])
-def test_nobody_is_passed_for_ever_where_tenants_have_shares(policy: str) -> None:
+def test_nobody_is_overtaken_without_end_where_tenants_have_shares(policy: str) -> None:
     """Within a tenant it is as without shares; a tenant that had less may go first, until it had as much."""
     driver = driven({**BY_AGE, **CAP}[policy], fair=True)
     newcomers = Stream(driver, SMALL_TOKENS, lambda _: "to-r0")
@@ -236,7 +236,7 @@ def test_a_turn_that_arrives_waits_for_nobody_who_would_go_after_it() -> None:
     assert driver.granted_on[back] == "r0"
 
 
-def test_of_equal_ranks_goes_first_who_waits_for_longer() -> None:
+def test_longest_waiting_of_equal_ranks_goes_first() -> None:
     """This holds in any queue: a bound program does not wait behind a later one that may go anywhere."""
     queue = PausedQueue(lambda _: 0.0)
     programs = {name: waiting(name, number) for number, name in enumerate(["bound", "free", "new"], start=1)}

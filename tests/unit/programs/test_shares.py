@@ -145,7 +145,7 @@ def test_a_paused_program_finds_what_others_claim() -> None:
     assert shares.tokens_on(comes, "r1") == 0
 
 
-def test_what_a_program_claims_itself_is_not_what_others_claim() -> None:
+def test_own_claim_of_a_program_is_not_a_claim_of_others() -> None:
     """An active one finds what it shares with another, and nothing if it is alone."""
     shares, here, comes, account = two_programs()
     assert shares.tokens_on(here, "r0") == 0
@@ -174,7 +174,7 @@ def sharing(tokens: int = 100_000) -> Driver:
 
 @pytest.mark.parametrize("branch", [MAIN_BRANCH, "sub"])
 @pytest.mark.parametrize("end", ["failed", "refused", "abandoned"])
-def test_who_claims_nothing_shares_nothing(end: str, branch: str) -> None:
+def test_program_without_a_claim_shares_nothing(end: str, branch: str) -> None:
     """When the only turn of a branch ends without usage, the tokens of the other program are all there is."""
     driver = sharing()
     turn_id = driver.arrives("b", 5000, prefix=SYSTEM, branch=branch)

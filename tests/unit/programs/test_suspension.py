@@ -79,7 +79,7 @@ def test_a_branch_beside_a_turn_in_flight_waits_too() -> None:
     assert driver.granted_on[child] == "r0"
 
 
-def test_who_waits_longest_is_granted_first() -> None:
+def test_longest_waiting_program_is_granted_first() -> None:
     """The order of arrival at the replica does not count."""
     driver = Driver(settings=LIMITS)
     driver.takes_turn("a", 10)
@@ -138,7 +138,7 @@ def test_all_causes_must_be_over(order: tuple[str, str]) -> None:
     assert not driver.held(turn_id)
 
 
-def test_who_is_not_admitted_waits_for_that_again_when_grants_go_on() -> None:
+def test_program_outside_the_window_waits_for_admission_again_when_grants_resume() -> None:
     """Its reason says so as soon as any replica grants, though it came while none did."""
     policy = load_policy("passthrough", {"admission": "window", "admission.n": 1})
     driver = Driver(policy, replicas={"r0": 1000, "r1": 1000}, settings=LIMITS)
@@ -154,7 +154,7 @@ def test_who_is_not_admitted_waits_for_that_again_when_grants_go_on() -> None:
     assert driver.program("outside").hold_reason == Reason.ADMISSION
 
 
-def test_who_is_admitted_waits_for_room_when_grants_go_on_in_part() -> None:
+def test_admitted_program_waits_for_room_when_grants_resume_in_part() -> None:
     """If one replica grants, a program without a route waits for room there."""
     driver = Driver(load_policy("ttl", {"ttl_s": 1000.0, "reserve_tokens": 0}), replicas={"r0": 1000, "r1": 1000})
     driver.arrives("there", 900)
@@ -169,7 +169,7 @@ def test_who_is_admitted_waits_for_room_when_grants_go_on_in_part() -> None:
     assert driver.program("a").hold_reason == Reason.NO_ROOM
 
 
-def test_who_found_no_replica_waits_for_grants_where_one_comes_that_is_suspended() -> None:
+def test_program_without_a_replica_waits_for_grants_when_a_suspended_one_comes() -> None:
     """It waits for room once that replica grants."""
     driver = Driver(Cap(n=1), replicas={}, settings=LIMITS)
     driver.arrives("a", 100)

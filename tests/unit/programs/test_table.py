@@ -20,7 +20,7 @@ def test_an_id_that_comes_back_has_a_new_generation() -> None:
     assert not driver.scheduler.programs
 
 
-def test_who_was_not_heard_of_for_longest_is_forgotten_first() -> None:
+def test_program_silent_for_longest_is_forgotten_first() -> None:
     """A tool's begin is an event of its program; a program with an unfinished turn is not forgotten."""
     driver = Driver(settings=SchedulerSettings(forget_limit_s=60.0))
     for name in "abcd":
@@ -46,7 +46,7 @@ def flood(driver: Driver, tenant: str, count: int, name: str = "") -> list[int]:
     return [driver.arrives(f"{name or tenant} {n}", 1, tenant=tenant) for n in range(count)]
 
 
-def test_past_the_cap_the_oldest_program_without_a_turn_is_forgotten() -> None:
+def test_table_past_its_cap_forgets_the_oldest_program_without_a_turn() -> None:
     """It is one of that tenant; then its new ones are rejected, and other tenants lose nothing."""
     driver = Driver(settings=CAPS)
     driver.takes_turn("other", 1, tenant="blue")
@@ -64,7 +64,7 @@ def test_past_the_cap_the_oldest_program_without_a_turn_is_forgotten() -> None:
     assert driver.arrives("again", 1, tenant="red") in driver.granted_on
 
 
-def test_past_the_cap_of_all_the_largest_tenant_forgets_its_oldest() -> None:
+def test_largest_tenant_forgets_its_oldest_past_the_cap_of_all() -> None:
     driver = Driver(settings=CAPS)
     for name in "ab":
         driver.takes_turn(name, 1, tenant="blue")

@@ -121,7 +121,7 @@ def test_nobody_saves_up_and_nobody_begins_anew() -> None:
     assert tenants.level_token_s("steady") == 400, "what nobody waits for takes nothing from others"
 
 
-def test_who_waits_where_nothing_is_granted_holds_nobody_back() -> None:
+def test_program_that_waits_for_suspended_grants_blocks_nobody() -> None:
     """Its level is frozen, and is not the least; when grants resume there it starts like all others."""
     tenants = Tenants({})
     tenants.set_granting(["r0"])
@@ -199,7 +199,7 @@ def test_tenants_that_come_and_go_are_not_kept_and_cost_little() -> None:
     assert "tenant-399" in {tenant.name for tenant in tenants}
 
 
-def test_who_goes_first_is_found_among_4000_tenants_without_looking_at_all() -> None:
+def test_next_of_4000_tenants_is_found_without_looking_at_all() -> None:
     """Reading the first few does not look at each tenant, either."""
     driver = fair(1)
     driver.arrives("holder", 100, tenant="holder")
@@ -240,7 +240,7 @@ def lookups_of(tenants: Tenants) -> Lookups:
     return lookups
 
 
-def test_who_left_ahead_and_was_caught_up_with_comes_back_level() -> None:
+def test_tenant_that_left_ahead_comes_back_level_once_caught_up() -> None:
     """It left ahead and has less than all others by now: without this rule it would pass the first that waits."""
     policy = load_policy("ttl", {"reserve_tokens": 0})
     driver = Driver(policy, replicas={"r0": 1000}, settings=SchedulerSettings(fair_tenants=True))
@@ -300,7 +300,7 @@ def test_a_tenant_is_not_gone_for_a_moment() -> None:
     assert {tenant.name: tenant.service_token_s for tenant in tenants} == {"a": 90_000, "b": 1000, "c": 0}
 
 
-def test_who_is_alone_and_leaves_for_a_moment_takes_nobody_s_memory_along() -> None:
+def test_tenant_alone_that_leaves_briefly_takes_nobodys_memory_along() -> None:
     """A tenant that had more and left returns ahead, although the only other one's claim was booked anew."""
     driver = fair()
     driver.arrives("a", 900, tenant="a")

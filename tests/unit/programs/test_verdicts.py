@@ -72,7 +72,7 @@ def test_the_level_is_the_papers_function_of_all_verdicts(
     assert verdicts.first_failure_turn_count == (failed.index(True) if any(failed) else None)
 
 
-def test_how_many_failures_are_too_many_is_a_setting() -> None:
+def test_bound_of_failures_is_a_setting() -> None:
     """The limit is K_fail: more than that."""
     assert after(*FAIL_FAIL, fail_count=2).level is Level.LOW
     assert after(*FAIL_FAIL, fail_count=1).level is Level.LOWEST
@@ -91,7 +91,7 @@ def test_the_first_failure_is_kept() -> None:
     assert verdicts.failure_count == 2
 
 
-def test_recall_and_false_alarms_by_turns() -> None:
+def test_recall_and_false_alarms_are_counted_by_turns() -> None:
     """They are the predicted parts of those that failed, and of those that succeeded."""
     record = JudgeRecord()
     assert record.predicted_ratio(FAILURE, 10) is None
@@ -148,7 +148,7 @@ def test_outcomes_are_counted_where_they_are_said() -> None:
 HOPELESS = SchedulerSettings(judge_fail_count=1, judge_ends_hopeless=True)
 
 
-def test_nobody_is_ended_if_that_was_not_asked_for() -> None:
+def test_nobody_is_ended_unless_asked() -> None:
     """By default the lowest level only affects the order."""
     driver = Driver(settings=SchedulerSettings(judge_fail_count=1))
     for _ in range(4):
@@ -158,7 +158,7 @@ def test_nobody_is_ended_if_that_was_not_asked_for() -> None:
     assert driver.arrives("a", 10) in driver.granted_on
 
 
-def test_who_is_refused_is_ended_and_told_so() -> None:
+def test_refused_program_is_ended_and_told_so() -> None:
     """Its claim goes, its turns in flight end, its next ones are rejected, until its client releases or opens it."""
     driver = Driver(settings=HOPELESS)
     driver.takes_turn("a", 10)
@@ -175,7 +175,7 @@ def test_who_is_refused_is_ended_and_told_so() -> None:
     assert driver.arrives("a", 10) in driver.granted_on
 
 
-def test_who_is_refused_and_held_is_told_at_once() -> None:
+def test_refused_program_that_is_held_is_told_at_once() -> None:
     """A turn that waits for memory waits no longer; others get the program's memory."""
     driver = Driver(settings=HOPELESS, replicas={"r0": 1000})
     driver.takes_turn("a", 10)

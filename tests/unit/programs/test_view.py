@@ -104,7 +104,7 @@ def test_a_program_expires_when_it_is_held_for_longer_than_is_worth_it() -> None
     assert view.first_expired(replica) is None
 
 
-def test_who_is_held_for_ever_never_expires() -> None:
+def test_program_held_without_end_never_expires() -> None:
     """Policies without tools do this."""
     driver, _, view = watched()
     driver.takes_turn("a", 100)
@@ -195,7 +195,7 @@ def test_the_order_of_pausing_follows_the_group(group: str) -> None:
 # --- Prefixes
 
 
-def test_what_programs_share_is_in_the_demand_once() -> None:
+def test_shared_tokens_are_in_the_demand_once() -> None:
     """Three of 300 with 200 in common are 500; each that leaves takes its own part, the last one all."""
     driver, _, view = watched()
     for name in ("a", "b", "c"):
@@ -250,7 +250,7 @@ def test_a_policy_that_does_not_share_counts_every_claim_in_full() -> None:
 # --- Memory
 
 
-def test_what_an_engine_reports_replaces_the_estimate() -> None:
+def test_engine_report_replaces_the_estimate() -> None:
     """This covers known programs without a turn; unknown ids are skipped."""
     driver, _, view = watched()
     driver.takes_turn("a", 300)
@@ -283,7 +283,7 @@ def lose_half(driver: Driver, *, tells: bool) -> None:
 
 
 @pytest.mark.parametrize("tells", [True, False])
-def test_what_is_lost_is_not_claimed_again(tells: bool) -> None:
+def test_lost_context_is_not_claimed_again(tells: bool) -> None:
     """Usage of turns or the engine's counters show it: the limit of that replica alone falls."""
     driver, _, view = watched()
     lose_half(driver, tells=tells)

@@ -194,7 +194,7 @@ async def test_a_missing_replica_is_started_only_when_its_place_is_free() -> Non
 
 
 @in_virtual_time
-async def test_one_that_stops_between_two_tries_is_no_loss() -> None:
+async def test_replica_that_stops_between_two_tries_is_no_loss() -> None:
     """A container was stopped, but could not be removed."""
     async with one_ending(ProvisionError("away"), names_urls=True) as (provisioning, driver, _):
         await asyncio.sleep(1.0)
@@ -206,7 +206,7 @@ async def test_one_that_stops_between_two_tries_is_no_loss() -> None:
 
 
 @in_virtual_time
-async def test_one_that_is_gone_is_not_ended_again() -> None:
+async def test_replica_that_is_gone_is_not_ended_again() -> None:
     """Kubernetes has replaced its pod, so the number is the same."""
     async with one_ending(ReplicaGoneError("no pod"), names_urls=False) as (provisioning, driver, _):
         await asyncio.sleep(10 * COOLDOWN_S)

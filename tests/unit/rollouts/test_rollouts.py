@@ -154,7 +154,7 @@ def test_common_beginning_is_the_longest(one: list[int], other: list[int]) -> No
     assert common_text(text_of_ids(one), text_of_ids(other)) == len(text_of_ids(one[:count]))
 
 
-def test_links() -> None:
+def test_links_join_turns_to_their_parents() -> None:
     """Each says how a prompt goes on from what was before."""
     to = table()
     assert add(to, [1, 2, 3], [4, 5], has_answers=False).link == "root"

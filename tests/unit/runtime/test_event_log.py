@@ -235,7 +235,7 @@ def test_a_log_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None
         EventLogWriter(tmp_path / "none" / "log", policy="cap", policy_settings={}, settings=SETTINGS)
 
 
-def test_what_was_flushed_can_be_read_while_the_log_is_open(tmp_path: Path) -> None:
+def test_flushed_log_can_be_read_while_it_is_open(tmp_path: Path) -> None:
     """Operators look at an incident while the proxy runs."""
     path = tmp_path / "log"
     log = EventLogWriter(path, policy="cap", policy_settings={"n": 1}, settings=SETTINGS)

@@ -107,7 +107,7 @@ def test_every_torn_file_is_refused() -> None:
         (lambda _: encode_state([{"models": "m"}]), "content is invalid"),  # type: ignore[list-item]
     ],
 )
-def test_what_is_not_ours_or_was_changed_is_refused(change: object, why: str) -> None:
+def test_foreign_or_changed_state_is_refused(change: object, why: str) -> None:
     assert callable(change)
     with pytest.raises(StateError, match=why):
         decode_state(change(encode_state([learned_tool("bash", "m")])))
@@ -169,7 +169,7 @@ def test_records_with_values_that_cannot_be_are_refused(place: tuple[str, ...], 
         decode_state(encode_state([record]))
 
 
-def test_of_more_names_than_are_remembered_the_last_heard_of_are_taken_in() -> None:
+def test_newest_names_are_taken_in_where_too_many_are_kept() -> None:
     """They count as if they had been learned here."""
     many = [(f"name-{number}", 1.0, 1.0) for number in range(3000)]
     learned = replace(
@@ -226,7 +226,7 @@ async def test_each_pool_gets_what_its_models_learned(tmp_path: Path) -> None:
     assert [each.models for each in read_state(path)] == [("c",), ("other-name-of-a", "lora"), ("b",)]
 
 
-async def test_how_long_programs_are_is_kept_too(tmp_path: Path) -> None:
+async def test_lengths_of_programs_are_kept_too(tmp_path: Path) -> None:
     """The default policy's own order learns it; another order omits it, and ignores it in the file."""
     path = tmp_path / "state"
     write_state(path, [learned_lengths("m")])
@@ -255,7 +255,7 @@ async def test_engines_that_list_nothing_get_what_such_ones_learned(tmp_path: Pa
     assert knows(runtime, "", "nameless")
 
 
-async def test_who_has_learned_already_goes_on_with_that(tmp_path: Path) -> None:
+async def test_scheduler_that_has_learned_keeps_its_own(tmp_path: Path) -> None:
     """A replica that names its model late does that."""
     path = tmp_path / "state"
     write_state(path, [learned_tool("of-a", "a")])
@@ -267,7 +267,7 @@ async def test_who_has_learned_already_goes_on_with_that(tmp_path: Path) -> None
     assert not knows(runtime, "a", "of-a")
 
 
-async def test_what_a_replica_may_give_is_as_it_was_learned(tmp_path: Path) -> None:
+async def test_replica_state_is_passed_on_as_learned(tmp_path: Path) -> None:
     """The replica may be known by then, or come later."""
     runtime = runtime_of(pools=False)
     up(runtime, "r0", "m")
@@ -289,7 +289,7 @@ async def test_what_a_replica_may_give_is_as_it_was_learned(tmp_path: Path) -> N
 # --- its writing
 
 
-async def test_it_is_written_again_and_again_while_turns_end(tmp_path: Path) -> None:
+async def test_state_is_written_again_while_turns_end(tmp_path: Path) -> None:
     path = tmp_path / "state"
     runtime = runtime_of(pools=False)
     up(runtime, "r0", "m")

@@ -434,7 +434,7 @@ async def test_a_shutdown_without_turns_takes_no_time() -> None:
 # --- Time, and what is counted
 
 
-async def test_it_ticks_as_often_as_the_policy_needs() -> None:
+async def test_runtime_ticks_as_often_as_the_policy_needs() -> None:
     """A policy that checks every 10 ms is asked that often, whatever period is configured."""
     policy = ThunderAgent(reserve_tokens=0, delta_s=0.01, half_life_s=inf)
     async with running(policy, tick_s=60.0) as (runtime, clock):
@@ -466,7 +466,7 @@ async def test_decisions_are_counted_by_kind_and_reason() -> None:
         }
 
 
-async def test_what_an_operator_says_is_logged_with_what_it_names() -> None:
+async def test_operator_command_is_logged_with_its_subject() -> None:
     """The log has the owner and target of a route, and the owner and value of a priority."""
     async with running(replicas=("r0", "r1")) as (runtime, _):
         ask = asked(runtime, "a", program_class="coder")
@@ -494,7 +494,7 @@ async def test_what_an_operator_says_is_logged_with_what_it_names() -> None:
         ]
 
 
-async def test_it_says_what_it_is() -> None:
+async def test_runtime_reports_what_it_is() -> None:
     """Logs and failures show `repr`."""
     async with running() as (runtime, _):
         lease = await runtime.lease(asked(runtime, "a"))

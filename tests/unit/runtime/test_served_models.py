@@ -92,7 +92,7 @@ async def test_a_pool_is_remembered_only_for_a_turn_that_is_sent_there() -> None
     assert list(world.served.pools._to_come) == [3]
 
 
-async def test_what_was_loaded_just_after_all_were_asked_is_found() -> None:
+async def test_model_loaded_just_after_the_question_is_found() -> None:
     """A turn that comes too early for another question waits until it is allowed."""
     world = World()
     before = world.finding("b")
@@ -132,7 +132,7 @@ async def test_a_replica_that_is_removed_is_not_waited_for() -> None:
         await finding
 
 
-async def test_where_nobody_asks_it_is_refused_at_once() -> None:
+async def test_unknown_model_is_refused_at_once_where_nobody_asks() -> None:
     world = World()
     world.served.ask_anew = None
     with pytest.raises(UnknownModelError):

@@ -128,7 +128,7 @@ def test_an_engine_of_a_kind_that_only_its_scheduler_knows_is_detected() -> None
     assert here.known["a"].endpoint is endpoint
 
 
-def test_what_happens_to_replicas_is_told_as_the_events_that_the_core_hears() -> None:
+def test_replica_changes_are_sent_as_the_events_of_the_core() -> None:
     """Events go to the concerned parts; a full list removes replicas that it does not name."""
     fleet, heard = fleet_of(replica("a"), replica("b")), list[type]()
 

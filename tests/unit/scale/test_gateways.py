@@ -256,7 +256,7 @@ def frames_of_a_link(turns: CarriedTurns) -> list[Frame]:
     return frames
 
 
-def test_what_a_long_outage_left_goes_out_in_frames_that_are_small() -> None:
+def test_backlog_of_a_long_outage_goes_out_in_small_frames() -> None:
     """Number and bytes are limited; of ended turns, data that only a coming turn needs is left out."""
     turns, long = CarriedTurns("g", 1), tuple((n, n) for n in range(2**40, 2**40 + 4000))
     for turn_id in range(1500):

@@ -110,7 +110,7 @@ def test_fields_and_kinds_of_a_later_version_are_not_read() -> None:
         msgspec.msgpack.encode([2**40, 2.0, []]),
     ],
 )
-def test_what_is_no_entry_is_said_to_be_none(data: bytes) -> None:
+def test_broken_entry_is_reported_as_none(data: bytes) -> None:
     with pytest.raises(BadFrameError):
         decode(data)
 
@@ -232,7 +232,7 @@ def test_an_outage_of_the_store_leaves_one_of_each_and_entries_that_can_be_writt
     assert found["new0"].tenant == "late", "what changed later was written later"
 
 
-def test_what_changes_while_all_is_told_in_large_records_has_a_place() -> None:
+def test_change_during_a_large_record_has_its_place() -> None:
     source = Source(0)
     source.programs = {f"p{number}": ProgramRecord(f"p{number}", "t" * 9_000) for number in range(300)}
     source.changed = [At("", ProgramRecord("new"))]
@@ -244,7 +244,7 @@ def test_what_changes_while_all_is_told_in_large_records_has_a_place() -> None:
     assert source.largest_bytes < ENTRY_BYTES
 
 
-def test_too_many_turns_that_wait_are_acknowledged_unwritten() -> None:
+def test_waiting_turns_past_the_bound_are_acknowledged_unwritten() -> None:
     """A store that is away for long does not make gateways keep more than that."""
     source = Source(0)
     acknowledged = [turn for turn_id in range(WAITING_COUNT + 1) for turn in source.count(turn_id)]
@@ -304,7 +304,7 @@ def test_a_store_that_first_was_away_is_not_new_at_once() -> None:
 # --- the contents of a store
 
 
-def test_what_a_store_holds_is_read() -> None:
+def test_stored_entries_are_read() -> None:
     entries = [(b"1-0", {b"e": b"words"}), (b"2-0", {b"other": b"x"})]
     assert seen_of(b"a http://h:1", b"7", entries, has_more=True) == Seen(
         "a http://h:1", 7, [("1-0", b"words"), ("2-0", b"")], True

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 from structlog.testing import capture_logs
+from tests.unit.scale.test_links_join_turns_to_their_parents import Unwatched
 
-from tests.unit.scale.test_links import Unwatched
 from thunderagent.errors import FencedError, StoreError
 from thunderagent.programs.messages import ProgramOpened, ProgramReleased, ReplicaUp
 from thunderagent.programs.policies.baselines.cap import Cap
@@ -291,7 +291,7 @@ async def test_a_lock_that_was_taken_without_an_answer_is_taken_again_at_once() 
         assert (store.owner, member.leading.epoch) == (member.leading.owner, 2)
 
 
-async def test_who_leaves_while_it_takes_the_lock_leaves_no_lock_behind() -> None:
+async def test_candidate_leaving_while_it_takes_the_lock_leaves_no_lock_behind() -> None:
     store = MemoryStore()
     store.may_take.clear()
     async with running(store) as member:
@@ -304,7 +304,7 @@ async def test_who_leaves_while_it_takes_the_lock_leaves_no_lock_behind() -> Non
         assert (store.owner, member.leading.role, member.leading.took_over_s) == ("", "over", None)
 
 
-async def test_who_leaves_does_not_touch_another_ones_lock() -> None:
+async def test_leaving_leader_does_not_touch_the_lock_of_another() -> None:
     store = MemoryStore()
     async with running(store) as member:
         await until_leading(member)
@@ -314,7 +314,9 @@ async def test_who_leaves_does_not_touch_another_ones_lock() -> None:
 
 
 @pytest.mark.parametrize("ends_by", ["no other", "another epoch"])
-async def test_who_gave_the_lock_up_lets_another_take_it_first(ends_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_leader_that_gave_the_lock_up_lets_another_take_it_first(
+    ends_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("thunderagent.scale.leader.leading.LOOK_S", 0)
     store = MemoryStore()
     store.owner, store.epoch, store.has_another = "", 4, True
@@ -329,7 +331,7 @@ async def test_who_gave_the_lock_up_lets_another_take_it_first(ends_by: str, mon
         await until_leading(member)
 
 
-async def test_who_gives_the_lock_up_asks_for_it_no_more_while_gateways_leave() -> None:
+async def test_leader_that_gives_the_lock_up_does_not_ask_again_while_gateways_leave() -> None:
     """A renewal would find an empty lock, and end that time; with a Lease it would take it again."""
     store = MemoryStore()
     store.has_another = True
@@ -349,7 +351,7 @@ async def test_who_gives_the_lock_up_asks_for_it_no_more_while_gateways_leave() 
         assert (store.owner, member.leading.role) == ("", "over")
 
 
-async def test_who_never_led_takes_the_lock_at_once() -> None:
+async def test_candidate_that_never_led_takes_the_lock_at_once() -> None:
     store = MemoryStore()
     store.owner, store.has_another = "", True
     async with running(store) as member:
@@ -365,7 +367,7 @@ async def test_a_store_that_lost_entries_between_two_commands_is_told_all_again(
         await member.until_written("p", "q")
 
 
-async def test_what_operators_said_is_told_to_the_next_leader() -> None:
+async def test_operator_settings_are_passed_to_the_next_leader() -> None:
     store = MemoryStore()
     async with running(store) as member:
         member.has_replicas("r", "s")
@@ -392,7 +394,7 @@ async def test_what_operators_said_is_told_to_the_next_leader() -> None:
         assert dict(scheduler.book.suspended_for) == {"weight_sync": None}
 
 
-async def test_who_leaves_while_it_takes_over_gives_the_lock_up_and_lets_nobody_in() -> None:
+async def test_candidate_leaving_during_a_takeover_gives_the_lock_up_and_lets_nobody_in() -> None:
     store = MemoryStore()
     store.may_look.clear()
     async with running(store) as member:
@@ -407,7 +409,7 @@ async def test_who_leaves_while_it_takes_over_gives_the_lock_up_and_lets_nobody_
         assert not store.log
 
 
-async def test_who_leaves_gives_the_lock_up_though_it_cannot_write_the_last() -> None:
+async def test_leaving_leader_gives_the_lock_up_although_its_last_write_fails() -> None:
     store = MemoryStore()
     async with running(store) as member:
         await until_leading(member, "p")
@@ -416,7 +418,7 @@ async def test_who_leaves_gives_the_lock_up_though_it_cannot_write_the_last() ->
         assert store.owner == ""
 
 
-async def test_who_leaves_writes_what_there_is_and_does_not_wait_for_calm() -> None:
+async def test_leaving_leader_writes_what_there_is_without_waiting_for_calm() -> None:
     """Gateways are still served: something changes with each entry."""
     store = MemoryStore()
     async with running(store) as member:
@@ -431,7 +433,7 @@ async def test_who_leaves_writes_what_there_is_and_does_not_wait_for_calm() -> N
         await member.until_written("last", since_count=before_count)
 
 
-async def test_of_programs_that_ended_while_the_store_is_away_only_the_ids_stay() -> None:
+async def test_ids_alone_stay_of_programs_that_ended_while_the_store_was_away() -> None:
     store = MemoryStore()
     async with running(store) as member:
         await until_leading(member, "p")

@@ -144,7 +144,7 @@ async def test_a_gateways_names_are_checked_as_its_clients_are() -> None:
     assert not cell.runtime.programs
 
 
-async def test_one_process_at_a_time_goes_by_a_gateways_name() -> None:
+async def test_gateway_name_belongs_to_one_process_at_a_time() -> None:
     """The earlier process is told that its link is over, and takes another name: otherwise it would wait for ever."""
     cell = Cell()
     cell.up()

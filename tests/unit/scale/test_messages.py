@@ -63,13 +63,13 @@ def test_a_frame_comes_back_as_it_was() -> None:
     assert decode(encode(sent)) == (sent, 0)
 
 
-def test_what_an_older_side_does_not_say_is_the_default() -> None:
+def test_field_missing_from_an_older_side_has_its_default() -> None:
     """The older side knows the first fields of a message, and no others."""
     got, _ = decode(frame(["hello", "g", 1, 2], ["acquire", 9], ["end", 9, "a", 1, "finished"]))
     assert got.messages == [Hello("g", 1, 2), TurnAsk(turn_id=9), TurnEnd(9, "a", 1, "finished")]
 
 
-def test_what_a_newer_side_says_beyond_is_not_read() -> None:
+def test_unknown_field_of_a_newer_side_is_ignored() -> None:
     """It may have more fields in messages, and in the frame."""
     end = ["end", 9, "a", 1, "finished", 10, 20, 5, "ls", False, "", "", 0.0, {"new": True}, [1]]
     got, dropped_count = decode(frame(end, ["ok", [1, 2], "more"], more=("more",)))
@@ -103,7 +103,7 @@ def test_kinds_that_nobody_knows_are_counted_and_dropped() -> None:
         b"\x91" * 100_000,
     ],
 )
-def test_what_is_no_frame_is_refused(data: bytes) -> None:
+def test_broken_frame_is_refused(data: bytes) -> None:
     """An unreadable message of a known kind is no later version; nor is an epoch that fits in no generation."""
     with pytest.raises(BadFrameError):
         decode(data)

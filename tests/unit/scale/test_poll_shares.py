@@ -302,7 +302,7 @@ async def test_a_silent_gateway_is_made_up_for() -> None:
         await polled(core, 2)
 
 
-async def test_one_gateway_that_reaches_no_engine_takes_none_down() -> None:
+async def test_gateway_that_reaches_no_engine_takes_none_down() -> None:
     """The next one is asked, and its result counts; two that fail, or the only one, are believed."""
     core, engine = Core(), Engine()
     async with running(engine) as url, cell_of(core) as cell:
@@ -323,7 +323,7 @@ async def test_one_gateway_that_reaches_no_engine_takes_none_down() -> None:
         await until(lambda: not core.runtime.replicas.open_ids)
 
 
-async def test_who_was_not_asked_takes_no_engine_down() -> None:
+async def test_gateway_that_was_not_asked_takes_no_engine_down() -> None:
     """It may be a gateway whose share went to another one."""
     core, engine = Core(), Engine()
     async with running(engine) as url, cell_of(core) as cell:
@@ -379,7 +379,7 @@ async def test_a_gateway_that_comes_or_goes_moves_its_own_share_only() -> None:
 
 
 @pytest.mark.parametrize("kind", ["of a later version", "vllm"])
-async def test_what_a_gateway_cannot_poll_is_left_to_its_scheduler(kind: str) -> None:
+async def test_engine_that_a_gateway_cannot_poll_is_left_to_its_scheduler(kind: str) -> None:
     """It does not know the kind, or cannot read the URL: it continues with the rest."""
     said: list[Polled] = []
     async with asyncio.TaskGroup() as group:
@@ -393,7 +393,7 @@ async def test_what_a_gateway_cannot_poll_is_left_to_its_scheduler(kind: str) ->
     assert {word.number for word in said} == {2}
 
 
-def test_what_a_later_version_reads_beyond_is_left_out() -> None:
+def test_unknown_reading_of_a_later_version_is_left_out() -> None:
     """Figures come in the order of a reading; later versions add more."""
     known = RankReading(None, (16_000, 0.5))
     unread_count = len(fields(ReplicaReading)) - len(known.figures)

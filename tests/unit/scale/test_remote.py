@@ -91,7 +91,7 @@ async def test_a_turn_runs_without_leave_once_a_link_ends_that_nobody_led() -> N
     assert not link.runtime.leases_count
 
 
-async def test_those_who_wait_are_looked_at_only_while_there_is_room() -> None:
+async def test_waiting_turns_are_examined_only_while_there_is_room() -> None:
     """Without a scheduler thousands may wait: one that ends lets the next one run, and costs no look at each."""
     link = Link(turns_count=2)
     link.lead()

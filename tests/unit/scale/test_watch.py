@@ -34,7 +34,7 @@ async def test_a_leader_is_dead_once_its_port_is_closed() -> None:
     assert died == [owner]
 
 
-async def test_one_that_closes_each_connection_at_once_is_not_asked_without_a_rest() -> None:
+async def test_engine_that_closes_every_connection_is_asked_at_intervals() -> None:
     """A proxy without a server behind it does that."""
     loop, accepted_s, enough = asyncio.get_running_loop(), list[float](), asyncio.Event()
 
@@ -62,7 +62,7 @@ async def test_a_leader_without_a_url_is_not_watched(url: str) -> None:
     assert watched._task is None
 
 
-async def test_what_cannot_be_a_host_is_one_that_cannot_be_reached() -> None:
+async def test_impossible_host_is_an_unreachable_host() -> None:
     """Resolving it raises an error of its own."""
     watched = watch([])
     with structlog.testing.capture_logs() as logs:

@@ -63,7 +63,7 @@ def run(coroutine: Any) -> Any:
         return runner.run(coroutine)
 
 
-def test_it_is_ready_at_once_where_a_turn_would_be_served() -> None:
+def test_proxy_is_ready_at_once_where_a_turn_would_be_served() -> None:
     """Nothing else is said."""
 
     async def test() -> None:
@@ -91,7 +91,7 @@ def test_a_replica_that_comes_up_soon_makes_it_ready_then() -> None:
     run(test())
 
 
-def test_why_it_is_not_ready_is_said_once_and_that_it_is_once_it_is() -> None:
+def test_unready_proxy_says_why_once_and_when_it_is_ready() -> None:
     """Also if no event tells of it: a link to a scheduler, a leader."""
 
     async def test() -> None:
@@ -110,6 +110,6 @@ def test_why_it_is_not_ready_is_said_once_and_that_it_is_once_it_is() -> None:
     run(test())
 
 
-def test_nobody_needs_to_be_told() -> None:
+def test_proxy_announces_nothing_where_nobody_listens() -> None:
     """It ends at once."""
     run(announce(None, Source("no replica is up"), "http://here", "policy p"))

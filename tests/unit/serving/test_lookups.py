@@ -68,7 +68,7 @@ async def test_a_name_is_looked_up_once_at_a_time_whoever_leaves() -> None:
 
 
 @pytest.mark.parametrize("error", [socket.gaierror(-2, "not known"), UnicodeError("no name")])
-async def test_who_asks_gets_the_error(error: Exception) -> None:
+async def test_caller_gets_the_error(error: Exception) -> None:
     """It equals the system's own."""
     server = Server()
     server.error = error

@@ -26,7 +26,7 @@ def test_closing_twice_or_what_never_was_gives_nothing_back() -> None:
     assert not tags.is_open("a")
 
 
-def test_what_still_ran_when_its_name_was_closed_is_not_tagged() -> None:
+def test_request_running_when_its_name_closed_is_not_tagged() -> None:
     """A reused name is another incarnation."""
     tags = KvTags()
     before = tags.open("a")

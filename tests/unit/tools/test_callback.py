@@ -199,13 +199,13 @@ def order_at(service: Elsewhere | str, sandbox_id: str = "sandbox-1", **fields: 
     )
 
 
-def test_it_is_a_driver() -> None:
+def test_callback_is_a_driver() -> None:
     """It has the shape that the manager needs."""
     driver: Driver = CallbackDriver(OWNER, concurrency_count=1)
     assert driver.kind == "callback"
 
 
-async def test_what_is_asked_for(elsewhere: Elsewhere, driver: CallbackDriver) -> None:
+async def test_callback_sends_the_request(elsewhere: Elsewhere, driver: CallbackDriver) -> None:
     """The request has the template's description of a sandbox, its program, and its expiry."""
     fields: dict[str, Any] = {
         "image": "debian",
@@ -241,7 +241,7 @@ async def test_what_is_asked_for(elsewhere: Elsewhere, driver: CallbackDriver) -
 
 
 @pytest.mark.parametrize("status", [200, 201])
-async def test_where_it_is(elsewhere: Elsewhere, driver: CallbackDriver, status: int) -> None:
+async def test_callback_reports_where_the_sandbox_is(elsewhere: Elsewhere, driver: CallbackDriver, status: int) -> None:
     """The answer has the sandbox's address."""
     elsewhere.prepare = [answer(READY, status)]
     place = await driver.prepare(order_at(elsewhere))
@@ -357,7 +357,7 @@ async def test_a_sandbox_that_ended_before_it_was_ready(
         (400, {"message": "no such image", "code": "INSUFFICIENT_RESOURCES"}, SandboxSpaceError),
     ],
 )
-async def test_errors(
+async def test_errors_of_the_service_are_reported(
     elsewhere: Elsewhere, driver: CallbackDriver, status: int, body: object, error: type[SandboxError]
 ) -> None:
     """Each status has its error, with the other side's words."""
@@ -418,7 +418,9 @@ async def test_a_long_message_is_cut(elsewhere: Elsewhere, driver: CallbackDrive
         (202, {"status_url": "http://127.0.0.1:notaport/"}),
     ],
 )
-async def test_rubbish(elsewhere: Elsewhere, driver: CallbackDriver, status: int, body: object) -> None:
+async def test_broken_answers_are_refused(
+    elsewhere: Elsewhere, driver: CallbackDriver, status: int, body: object
+) -> None:
     """An unreadable answer has its own error; a sandbox that was made is given back."""
     elsewhere.prepare = [answer(body, status)]
     with pytest.raises(SandboxError) as raised:
@@ -487,7 +489,7 @@ async def test_a_status_may_not_lead_elsewhere_later(elsewhere: Elsewhere, drive
     assert len(elsewhere.asks_of("/reclaim")) == 1
 
 
-async def test_a_try_again(elsewhere: Elsewhere, driver: CallbackDriver) -> None:
+async def test_failed_call_is_tried_again(elsewhere: Elsewhere, driver: CallbackDriver) -> None:
     """A retry has the same key, and gives the same handle."""
     elsewhere.prepare = [answer({}, 503), answer(READY), answer(READY, 200)]
     with pytest.raises(SandboxEngineError) as raised:
@@ -499,7 +501,7 @@ async def test_a_try_again(elsewhere: Elsewhere, driver: CallbackDriver) -> None
     assert {each.headers["Idempotency-Key"] for each in elsewhere.asks_of("/prepare")} == {"sandbox-1"}
 
 
-async def test_nobody_there(driver: CallbackDriver) -> None:
+async def test_callback_without_a_service_fails(driver: CallbackDriver) -> None:
     """A failed connection may succeed later; nothing was begun, so there is no reclaim and no warning."""
     url = f"http://127.0.0.1:{free_ports(1)[0]}"
     with structlog.testing.capture_logs() as logs:
@@ -518,7 +520,7 @@ async def test_the_environment_names_no_proxy(elsewhere: Elsewhere, monkeypatch:
         await driver.prepare(order_at(elsewhere))
 
 
-async def test_a_connection_that_breaks(elsewhere: Elsewhere, driver: CallbackDriver) -> None:
+async def test_broken_connection_is_tried_again(elsewhere: Elsewhere, driver: CallbackDriver) -> None:
     """After a broken answer it is unknown what was made, so that is given back."""
 
     async def cut(request: web.Request) -> web.StreamResponse:
@@ -532,7 +534,7 @@ async def test_a_connection_that_breaks(elsewhere: Elsewhere, driver: CallbackDr
     assert [each.body for each in elsewhere.asks_of("/reclaim")] == [{"handle": "", "sandbox_id": "sandbox-1"}]
 
 
-async def test_silence(elsewhere: Elsewhere) -> None:
+async def test_silent_service_times_out(elsewhere: Elsewhere) -> None:
     """A request without an answer ends, on both sides."""
     elsewhere.prepare = [never]
     async with driver_of(request_timeout_s=0.25) as driver:
@@ -562,7 +564,7 @@ async def test_a_slow_answer_has_one_time_limit(elsewhere: Elsewhere) -> None:
 
 
 @pytest.mark.parametrize("status", [200, 202, 204, 404, 410])
-async def test_reclaiming(elsewhere: Elsewhere, driver: CallbackDriver, status: int) -> None:
+async def test_reclaiming_calls_the_service(elsewhere: Elsewhere, driver: CallbackDriver, status: int) -> None:
     """It is sent once; a sandbox that is already gone is fine, and the body does not matter."""
     elsewhere.reclaim = [answer(b"" if status == 204 else b"whatever", status)]
     place = await driver.prepare(order_at(elsewhere))
@@ -594,7 +596,7 @@ async def test_a_handle_outlives_the_driver(elsewhere: Elsewhere, driver: Callba
     assert asked.headers["Authorization"] == "Bearer secret"
 
 
-async def test_a_sandbox_that_a_client_registered(elsewhere: Elsewhere) -> None:
+async def test_sandbox_registered_by_a_client_is_adopted(elsewhere: Elsewhere) -> None:
     """It is reclaimed at the URL that the client gave, which does not get our token."""
     async with driver_of(token="secret") as driver:
         place = await driver.adopt("their/1", f"{elsewhere.url}/reclaim?key=a@b")
@@ -762,7 +764,7 @@ async def test_an_address_that_is_none_is_not_passed_on(
 # --- Cancellation, and how much at once -----------------------------------------------------------------------
 
 
-async def test_cancelled_while_the_other_side_prepares(elsewhere: Elsewhere, driver: CallbackDriver) -> None:
+async def test_preparation_cancelled_at_the_service_is_reclaimed(elsewhere: Elsewhere, driver: CallbackDriver) -> None:
     """The request ends, and what it may have made is given back before the caller continues."""
     elsewhere.prepare = [never]
     preparing = asyncio.ensure_future(driver.prepare(order_at(elsewhere)))
@@ -851,7 +853,7 @@ async def test_many_cancelled_leave_nothing(elsewhere: Elsewhere) -> None:
     assert elsewhere.in_flight_count == 0
 
 
-async def test_so_many_requests_at_once_and_no_more(elsewhere: Elsewhere) -> None:
+async def test_callback_bounds_requests_in_flight(elsewhere: Elsewhere) -> None:
     """Preparations beyond the limit wait; a reclaim does not wait for them."""
     gate = asyncio.Event()
 
@@ -914,7 +916,7 @@ async def test_nothing_is_found(driver: CallbackDriver) -> None:
     await driver.sweep()
 
 
-async def test_watching(driver: CallbackDriver) -> None:
+async def test_watching_reports_appearances_and_ends(driver: CallbackDriver) -> None:
     """It reports nothing, and ends with the driver."""
     watching = asyncio.ensure_future(anext(driver.watch(), None))
     await asyncio.sleep(0.02)
@@ -929,6 +931,6 @@ async def test_watching_can_be_cancelled(driver: CallbackDriver) -> None:
         await asyncio.wait_for(anext(driver.watch()), 0.02)
 
 
-async def test_closing_twice(driver: CallbackDriver) -> None:
+async def test_closing_twice_is_harmless(driver: CallbackDriver) -> None:
     """The second call does nothing."""
     await driver.close()

@@ -32,7 +32,7 @@ def resolver(*texts: str) -> Callable[[str], Awaitable[Sequence[str]]]:
         "http://10.0.0.9:8080/anything",
     ],
 )
-def test_what_a_client_may_name(url: str) -> None:
+def test_allowed_callback_urls_pass(url: str) -> None:
     CallbackUrls([TEMPLATE], LISTED).check(url_of(url))
 
 
@@ -60,7 +60,7 @@ def test_what_a_client_may_name(url: str) -> None:
         "http://169.254.169.254/latest/meta-data",
     ],
 )
-def test_what_a_client_may_not_name(url: str) -> None:
+def test_forbidden_callback_urls_are_refused(url: str) -> None:
     with pytest.raises(SandboxRefusedError, match="listed"):
         CallbackUrls([TEMPLATE], LISTED).check(url_of(url))
 

@@ -209,7 +209,7 @@ def test_a_waiting_sandbox_ends_at_once_when_asked(shell: list[str]) -> None:
 
 
 @in_each_shell
-def test_it_waits_until_a_command_succeeds(shell: list[str], tmp_path: Path) -> None:
+def test_probe_waits_until_a_command_succeeds(shell: list[str], tmp_path: Path) -> None:
     """It runs the command at the given interval, without the command's output."""
     there = tmp_path / shell[0]
     arguments = ["sh", f"echo looking; test -f {there}", "0.05"]
@@ -224,7 +224,7 @@ def test_it_waits_until_a_command_succeeds(shell: list[str], tmp_path: Path) -> 
 
 @in_each_shell
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
-def test_it_waits_until_somebody_listens(shell: list[str], host: str) -> None:
+def test_probe_waits_until_a_port_is_open(shell: list[str], host: str) -> None:
     """A listener on loopback alone cannot be reached from outside; a bound socket does not listen."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket() as local, socket.socket(family) as outside:
@@ -638,7 +638,7 @@ class ImageStore:
         del self.tags[tag]
 
 
-def test_of_idle_images_those_used_least_recently_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_least_recently_used_idle_images_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a container uses, or a preparation needs, stays and does not count."""
     monkeypatch.setattr("thunderagent.tools.docker.images.list_all", lambda _, by: by["ancestor"] == ["used"] and ["c"])
     store = ImageStore(old=10, used=100, needed=100, young=10, own=10)

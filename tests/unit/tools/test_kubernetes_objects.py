@@ -131,7 +131,7 @@ def test_nothing_said_is_nothing_there() -> None:
     assert (main["env"], main["ports"], main["volumeMounts"]) == ([], [], [])
 
 
-def test_what_kubernetes_cannot_do_is_refused() -> None:
+def test_option_that_kubernetes_lacks_is_refused() -> None:
     """Otherwise a limit would be silently ignored."""
     with pytest.raises(SandboxRefusedError, match="podPidsLimit"):
         manifest(pids_count=100)
@@ -218,13 +218,13 @@ def test_a_label_of_a_user_is_taken_as_it_is() -> None:
     "handle",
     ["", "job", "job/a", "job/a/b/c", "set/a/b", "job//b", "job/a/", "pod/a/..", "pod/../b", "job/a/b?x", "job/A/b"],
 )
-def test_what_is_no_handle_is_refused(handle: str) -> None:
+def test_broken_handle_is_refused(handle: str) -> None:
     """A handle becomes a path: nothing that would lead to another one is accepted."""
     with pytest.raises(SandboxRefusedError):
         Ref.parse(handle)
 
 
-def test_handles_and_paths() -> None:
+def test_handles_and_paths_are_parsed() -> None:
     """A handle reads back unchanged, and leads to the object's path in the API."""
     ref = Ref.parse("job/space/thunderagent-a1")
     assert (ref, ref.handle) == (Ref("job", "space", "thunderagent-a1"), "job/space/thunderagent-a1")
@@ -267,7 +267,7 @@ def test_a_network_of_its_own_lets_in_each_other_and_callers() -> None:
     assert ports["ports"] == [{"protocol": "TCP", "port": 80}]
 
 
-def test_other_ports_are_another_policy() -> None:
+def test_changed_ports_change_the_network_policy() -> None:
     """Sandboxes of one program may differ in their ports: each set has its policy, under the same selector."""
     orders = [order(network="own", ports=ports) for ports in ((), (80,), (80, 90), (90, 80))]
     names = [policy_manifest(each, OWNER, "space")["metadata"]["name"] for each in orders]
@@ -366,7 +366,7 @@ def test_ready_is_set_up_and_says_so(tmp_path: Path) -> None:
         ({"ready_command": "x", "ready_port": 80, "ports": (80,)}, "exec", "tcpSocket"),
     ],
 )
-def test_probes(template: dict[str, Any], startup: str | None, readiness: str | None) -> None:
+def test_probes_are_translated(template: dict[str, Any], startup: str | None, readiness: str | None) -> None:
     """They decide when it is usable: one check until it succeeds, or both."""
     main = main_of(manifest(ready_interval_s=0.2, prepare_timeout_s=100, **template))
     for name, kind in (("startupProbe", startup), ("readinessProbe", readiness)):
@@ -411,7 +411,7 @@ def test_an_image_that_is_missing(reason: str) -> None:
 
 
 @pytest.mark.parametrize("reason", ["Evicted", "OutOfmemory", "OutOfcpu", "OutOfpods", "Preempting"])
-def test_a_pod_that_had_no_room(reason: str) -> None:
+def test_pod_without_room_is_recognised(reason: str) -> None:
     """The node has no room for what it has begun."""
     assert isinstance(fault_of(pod("Failed", reason=reason, message="m")), SandboxSpaceError)
 
@@ -464,7 +464,7 @@ def test_a_pod_that_is_ready() -> None:
     assert isinstance(fault_of(state), SandboxSetupError)
 
 
-def test_how_a_job_ends() -> None:
+def test_job_reports_how_it_ends() -> None:
     """Its conditions show it: since 1.31 before its pods are gone, which takes longer than the wait for a reason."""
     for name in ("FailureTarget", "SuccessCriteriaMet", "Failed", "Complete"):
         condition = {"type": name, "status": "True", "reason": "DeadlineExceeded"}

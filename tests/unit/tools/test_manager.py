@@ -189,7 +189,7 @@ async def test_releasing_at_any_moment_leaves_nothing(yields: int) -> None:
         assert not world.driver.there
 
 
-async def test_fifty_releases_at_once() -> None:
+async def test_fifty_simultaneous_releases_reclaim_everything() -> None:
     async with running(caps=Caps(sandbox_count=64, hands_count=16)) as world:
         for number in range(50):
             await world.asks(f"p{number}")
@@ -316,7 +316,7 @@ async def test_a_given_sandbox_is_not_given_up_while_its_engine_is_away() -> Non
         await world.until(lambda: world.driver.reclaimed == ["mine"])
 
 
-async def test_what_clients_brought_keeps_nothing_of_the_operator_from_going() -> None:
+async def test_sandboxes_of_clients_never_block_those_of_the_operator() -> None:
     settings = replace(FAST, reclaims_count=1, reclaim_timeout_s=60.0, shutdown_s=0.05)
     async with running(settings=settings) as world:
         world.driver.put("mine", {}, tell=False)
@@ -477,7 +477,7 @@ async def test_commands_of_sandboxes_that_are_shared_are_nobodys_tool() -> None:
         assert world.programs.tools == [("r", "ls")]
 
 
-async def test_what_ran_when_contact_was_lost_is_forgotten() -> None:
+async def test_sandboxes_running_when_contact_was_lost_are_forgotten() -> None:
     """Its end may have been missed: the next command is a new tool."""
     async with running() as world:
         handle = (await world.has_ready("p"))["handle"]
@@ -503,7 +503,7 @@ async def test_a_sandbox_that_dies_is_told_of() -> None:
         assert world.manager.failure_counts["sandbox_died"] == 1
 
 
-async def test_one_that_died_unheard_is_missed() -> None:
+async def test_sandbox_that_died_unheard_is_missed() -> None:
     async with running() as world:
         await world.has_ready("p")
         world.admits("p")
@@ -512,7 +512,7 @@ async def test_one_that_died_unheard_is_missed() -> None:
         assert "no longer there" in world.programs.story[-1][2]
 
 
-async def test_one_that_does_not_run_yet_or_is_paused_is_not_missed() -> None:
+async def test_unstarted_or_paused_sandbox_is_not_missed() -> None:
     async with running() as world:
         handle = (await world.has_ready("p"))["handle"]
         world.admits("p")
@@ -568,7 +568,7 @@ async def test_the_hidden_part_of_a_preparation_is_measured() -> None:
         assert world.stage_of("s2") == "in_use"
 
 
-async def test_what_sandboxes_take_is_measured_and_told() -> None:
+async def test_usage_of_sandboxes_is_measured_and_reported() -> None:
     async with running() as world:
         await world.has_ready("p")
         world.driver.usage = Usage({"s1": 20_000_000}, {"s1": 1_000_000})
@@ -623,9 +623,7 @@ async def test_the_feed_tells_each_change() -> None:
         (b'{"spec": {"image": "i", "memory_bytes": 999}}', SandboxRefusedError, "the cap is 100"),
     ],
 )
-async def test_what_makes_no_sense_is_refused_and_leaves_nothing(
-    body: bytes, error: type[Exception], says: str
-) -> None:
+async def test_senseless_request_is_refused_and_leaves_nothing(body: bytes, error: type[Exception], says: str) -> None:
     async with running(caps=Caps(memory_bytes=100)) as world:
         with pytest.raises(error, match=says):
             await world.manager.request("p", body)
@@ -677,7 +675,7 @@ async def test_a_clients_template_is_refused_before_its_urls_are_called() -> Non
         assert not world.programs.opened
 
 
-async def test_what_a_service_answered_is_in_the_log_alone() -> None:
+async def test_answer_of_a_service_is_in_the_log_alone() -> None:
     """Clients are told the kind of failure: in reports and stories, of preparations and of reclaims."""
     error = SandboxConflictError("the sandbox service has a conflict")
     error.for_operators = "10.0.0.1 answered 409: inner secret"
@@ -695,7 +693,7 @@ async def test_what_a_service_answered_is_in_the_log_alone() -> None:
     assert set(told) == {"sandbox_failed", "sandbox_not_reclaimed"}
 
 
-async def test_of_several_requests_all_are_carried_out_or_none() -> None:
+async def test_several_requests_are_carried_out_together_or_not_at_all() -> None:
     async with running() as world:
         await world.asks("p", template="plain", share="k")
         both = [{"template": "plain"}, {"template": "slow", "share": "k"}]
@@ -751,7 +749,7 @@ async def test_a_running_program_uses_a_warm_sandbox_at_once() -> None:
         assert (waited_s, world.programs.story) == ([0.0], [("p", "ready", "s1")])
 
 
-async def test_what_a_running_program_waits_is_counted_from_its_request() -> None:
+async def test_waiting_time_of_a_running_program_counts_from_its_request() -> None:
     """It is neither zero, nor the time since it was admitted with a sandbox that failed."""
     waited_s: list[float] = []
     async with running() as world:
@@ -798,7 +796,7 @@ async def test_a_look_that_is_late_brings_no_program_back() -> None:
         assert not world.manager.table.sandboxes
 
 
-async def test_what_a_lost_preparation_left_is_removed() -> None:
+async def test_leftover_of_a_lost_preparation_is_removed() -> None:
     """It belongs to this run, but to no known sandbox; known ones stay."""
     async with running() as world:
         await world.has_ready("p")
@@ -1155,7 +1153,7 @@ async def test_a_sandbox_in_which_something_may_happen_is_not_suspended(why: str
         world.manager.table.sandboxes["s1"].program_ids.pop("q", None)
 
 
-async def test_what_could_not_be_suspended_is_woken_and_stays_awake() -> None:
+async def test_sandbox_that_could_not_be_suspended_is_woken_and_stays_awake() -> None:
     """Nobody knows whether the engine suspended it after all; waking is tried until it works."""
     async with used() as (world, handle):
         world.driver.suspend_error = world.driver.thaw_error = SandboxEngineError("no answer")

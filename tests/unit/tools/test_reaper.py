@@ -42,14 +42,14 @@ class Remains:
         return reap_until_nothing_is_left(self.reap, self.sleep, lambda: self.now_s)
 
 
-def test_it_ends_at_once_when_nothing_is_left() -> None:
+def test_reaper_ends_at_once_when_nothing_is_left() -> None:
     """After an orderly end of the proxy it has nothing to do."""
     remains = Remains()
     assert remains.run()
     assert remains.naps_s == []
 
 
-def test_it_looks_again_when_the_next_expires_and_not_too_seldom() -> None:
+def test_reaper_wakes_for_the_next_expiry_and_at_least_at_its_interval() -> None:
     """Something may end by itself meanwhile."""
     remains = Remains(1.0, 20.0, 200.0)
     assert remains.run()
@@ -69,7 +69,7 @@ def test_an_engine_that_does_not_answer_is_asked_again() -> None:
     assert gone.now_s >= GIVE_UP_S
 
 
-def test_it_waits_for_the_end_of_the_pipe() -> None:
+def test_reaper_waits_for_the_end_of_the_pipe() -> None:
     """The data in it has no meaning."""
     reading, writing = os.pipe()
     thread = threading.Thread(target=wait_for_the_end, args=(reading,))
@@ -83,14 +83,14 @@ def test_it_waits_for_the_end_of_the_pipe() -> None:
     os.close(reading)
 
 
-def test_it_holds_little_while_it_waits() -> None:
+def test_reaper_holds_little_memory_while_it_waits() -> None:
     """The library, and other large modules, are imported only when the proxy has died."""
     asked = "import sys, thunderagent.tools.reaper as r; print(*({'docker', 'pydantic', 'asyncio'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
 
 
-def test_it_is_a_command() -> None:
+def test_reaper_is_a_command() -> None:
     """It ends with its standard input, or somewhat later if no engine can be asked."""
     command = [
         sys.executable,

@@ -94,7 +94,7 @@ def test_nothing_is_made_for_who_left_before() -> None:
     assert not table.sandboxes
 
 
-def test_who_leaves_during_the_preparation_is_reclaimed() -> None:
+def test_sandbox_of_a_program_that_leaves_during_preparation_is_reclaimed() -> None:
     table = table_with()
     sandbox = table.request(0.0, PLAIN, "", "p")
     plan(table)
@@ -120,7 +120,7 @@ def test_an_illegal_step_raises(stage: Stage) -> None:
 # --- order and caps
 
 
-def test_who_is_needed_first_is_prepared_first() -> None:
+def test_sandbox_needed_first_is_prepared_first() -> None:
     table = table_with(hands_count=2)
     for program_id in ("late", "now", "soon"):
         table.request(0.0, PLAIN, "", program_id)
@@ -137,7 +137,7 @@ def test_hands_bound_how_many_are_prepared_at_a_time() -> None:
     assert prepared_ids(plan(table)) == ["s4"]
 
 
-def test_who_is_not_due_leaves_room_for_who_will_be() -> None:
+def test_sandbox_not_yet_due_leaves_its_room_to_others() -> None:
     """Of four places three may be used early; the fourth waits for a program that is due."""
     table = table_with(sandbox_count=4, early_ratio=0.75, hands_count=8)
     ready(table, "first", took_s=2.0)  # preparations take 2 s
@@ -162,7 +162,7 @@ def test_memory_and_disk_are_capped(what: str, caps: dict[str, float]) -> None:
         table.request(0.0, Template(image="i", **{what: 101}), "", "q")  # type: ignore[arg-type]
 
 
-def test_what_was_measured_counts_where_it_is_more() -> None:
+def test_measured_size_counts_where_it_is_larger() -> None:
     table = table_with(disk_bytes=100)
     sandbox = ready(table, "p", Template(image="i", disk_bytes=10))
     sandbox.disk_bytes = 95
@@ -170,7 +170,7 @@ def test_what_was_measured_counts_where_it_is_more() -> None:
     assert prepared_ids(plan(table)) == []
 
 
-def test_who_must_be_begun_first_is_prepared_first() -> None:
+def test_sandbox_that_must_begin_first_is_prepared_first() -> None:
     """A slow one that is needed later may be due before a quick one that is needed sooner."""
     slow = Template(image="slow")
     table = table_with(sandbox_count=4, early_ratio=0.5, hands_count=4)
@@ -181,7 +181,7 @@ def test_who_must_be_begun_first_is_prepared_first() -> None:
     assert prepared_ids(plan(table, needed={"quick": 10.0, "slow": 20.0})) == ["s4"]
 
 
-def test_who_is_not_due_leaves_hands_for_who_will_be() -> None:
+def test_sandbox_not_yet_due_leaves_its_worker_to_others() -> None:
     table = table_with(hands_count=4)
     ready(table, "first", took_s=2.0)
     for number in range(6):
@@ -249,7 +249,7 @@ def handed_over(actions: list[Action]) -> list[tuple[str, str]]:
     return [(each.sandbox.sandbox_id, each.instead.sandbox_id) for each in actions if isinstance(each, HandOver)]
 
 
-def test_who_runs_gets_what_stands_unused_for_who_waits_to_be_let_in() -> None:
+def test_running_program_gets_the_unused_sandbox_of_one_that_waits_for_admission() -> None:
     """Of two that are made alike the one that is needed last; its owner is not forgotten."""
     table = table_with(sandbox_count=2, early_ratio=1.0)
     soon, late = ready(table, "soon"), ready(table, "late")
@@ -271,14 +271,14 @@ def test_who_runs_gets_what_stands_unused_for_who_waits_to_be_let_in() -> None:
     assert prepared_ids(plan(table, 5.0, needed)) == ["s2"], "then its owner gets another"
 
 
-def test_who_runs_goes_before_those_that_asked_earlier() -> None:
+def test_running_program_goes_before_earlier_requests() -> None:
     table = table_with(sandbox_count=1)
     table.request(0.0, PLAIN, "", "early")
     table.request(1.0, Template(image="other"), "", "runs")
     assert prepared_ids(plan(table, 1.0, running={"runs"})) == ["s2"]
 
 
-def test_what_is_being_prepared_goes_to_who_runs_too() -> None:
+def test_sandbox_in_preparation_goes_to_a_running_program_too() -> None:
     """Its preparation goes on; who had it gets the one that has not begun."""
     table = table_with(sandbox_count=1)
     table.request(0.0, PLAIN, "", "held")
@@ -299,7 +299,7 @@ def test_a_running_program_gets_a_finished_one_for_its_own_that_is_not() -> None
 
 
 @pytest.mark.parametrize("stage", [Stage.PREPARING, Stage.READY])
-def test_who_waits_gets_the_room_of_an_unused_one_that_is_made_differently(stage: Stage) -> None:
+def test_waiting_program_gets_the_room_of_an_unused_sandbox_of_another_template(stage: Stage) -> None:
     """As soon as its turn is over and it can do nothing else, and not before: that preparation would be for nothing."""
     table = table_with(sandbox_count=1)
     held = table.request(0.0, PLAIN, "", "held")
@@ -340,7 +340,7 @@ def test_room_is_made_on_a_disk_and_in_memory_too() -> None:
 
 
 @pytest.mark.parametrize("why", ["told", "given", "its program runs", "it is shared with one that runs"])
-def test_what_may_be_in_use_is_nobody_elses(why: str) -> None:
+def test_sandbox_that_may_be_in_use_belongs_to_nobody_else(why: str) -> None:
     table = table_with(sandbox_count=1, early_ratio=1.0)
     if why == "given":
         table.register(0.0, "docker", "held", Place("h"))
@@ -358,7 +358,7 @@ def test_what_may_be_in_use_is_nobody_elses(why: str) -> None:
 
 
 @pytest.mark.parametrize("why", ["network", "callback", "suspended", "old"])
-def test_what_is_its_owners_is_reclaimed_rather_than_handed_over(why: str) -> None:
+def test_owned_sandbox_is_reclaimed_rather_than_handed_over(why: str) -> None:
     urls = {"driver": "callback", "prepare_url": "http://h/p", "reclaim_url": "http://h/r"}
     more = {"network": {"network": "own"}, "callback": urls, "old": {"ttl_s": 4.0}}.get(why, {})
     template = Template(image="i", **more)  # type: ignore[arg-type]
@@ -371,7 +371,7 @@ def test_what_is_its_owners_is_reclaimed_rather_than_handed_over(why: str) -> No
 
 
 @pytest.mark.parametrize(("driver", "taken"), [("docker", True), ("kubernetes", False)])
-def test_one_that_a_paused_program_never_used_is_taken_where_commands_are_seen(driver: str, *, taken: bool) -> None:
+def test_unused_sandbox_of_a_paused_program_is_taken_where_commands_are_seen(driver: str, *, taken: bool) -> None:
     template = Template(image="i", driver=driver)  # type: ignore[arg-type]
     table = table_with(sandbox_count=1)
     ready(table, "paused", template)
@@ -381,7 +381,7 @@ def test_one_that_a_paused_program_never_used_is_taken_where_commands_are_seen(d
     assert (table.sandboxes["s2"].stage is Stage.IN_USE) == taken
 
 
-def test_one_that_cannot_be_pulled_now_is_taken_from_others() -> None:
+def test_sandbox_whose_image_cannot_be_pulled_now_is_taken_from_others() -> None:
     table = table_with()
     table.request(0.0, PLAIN, "", "runs")
     plan(table, running={"runs"})
@@ -401,7 +401,7 @@ def test_the_place_of_who_waits_is_kept_for_its_next_try() -> None:
     assert prepared_ids(plan(table, 10.0, {"held": 60.0}, waiting={"runs"})) == ["s1"]
 
 
-def test_who_is_tried_again_keeps_nobody_out_who_waits() -> None:
+def test_retried_sandbox_keeps_no_waiting_program_out() -> None:
     """An engine may be away for hours; others' sandboxes are made by another one."""
     table = table_with(sandbox_count=1, backoff_s=10.0)
     table.request(0.0, PLAIN, "", "a")
@@ -454,7 +454,7 @@ def test_a_shared_sandbox_goes_with_the_last_program() -> None:
     assert table.request(0.0, PLAIN, "", "c", share_key="k") is not one, "who comes then gets a new one"
 
 
-def test_another_template_cannot_share() -> None:
+def test_sandboxes_of_two_templates_are_not_shared() -> None:
     table = table_with()
     table.request(0.0, PLAIN, "", "a", share_key="k")
     with pytest.raises(SandboxRefusedError, match="another template"):
@@ -532,7 +532,7 @@ def test_a_warm_one_that_cannot_be_made_is_not_asked_for_at_once_again() -> None
     assert prepared_ids(plan(table, 31.0)) == ["s2"]
 
 
-def test_who_waits_for_another_try_keeps_no_warm_one_from_being_made() -> None:
+def test_retried_sandbox_keeps_no_warm_one_from_being_made() -> None:
     table = table_with(backoff_s=10.0)
     table.request(0.0, Template(image="other"), "", "p")
     plan(table)
@@ -583,7 +583,7 @@ def test_a_failed_preparation_is_tried_again_later_each_time() -> None:
     assert not table.sandboxes
 
 
-def test_what_cannot_recover_is_not_tried_again() -> None:
+def test_hopeless_sandbox_is_not_tried_again() -> None:
     table = table_with()
     sandbox = table.request(0.0, PLAIN, "", "p")
     plan(table)
@@ -601,7 +601,7 @@ def test_an_engine_that_is_away_costs_no_attempt() -> None:
         assert table.failed(now_s, sandbox, SandboxEngineError("away"))
 
 
-def test_one_that_dies_unused_is_made_again_and_one_in_use_is_not() -> None:
+def test_sandbox_that_dies_unused_is_made_again_and_one_in_use_is_not() -> None:
     table = table_with(backoff_s=1.0)
     unused, used = ready(table, "a"), ready(table, "b")
     table.used(2.0, "b")
@@ -632,7 +632,7 @@ def test_failed_ones_are_not_remembered_for_ever() -> None:
     assert len(table.sandboxes) == FAILED_KEPT_COUNT
 
 
-def test_one_that_is_made_again_has_no_preparation_time_yet() -> None:
+def test_sandbox_made_again_has_no_preparation_time_yet() -> None:
     table = table_with(backoff_s=1.0)
     sandbox = ready(table, "p")
     table.died(5.0, sandbox, "killed")

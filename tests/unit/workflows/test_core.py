@@ -37,14 +37,14 @@ def interleave_many(count: int, *, may_crash: bool) -> None:
 
 
 @pytest.mark.parametrize("may_crash", [False, True], ids=["whole", "crashes"])
-def test_random_interleavings(may_crash: bool) -> None:
+def test_random_interleavings_keep_the_invariants(may_crash: bool) -> None:
     interleave_many(300, may_crash=may_crash)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("may_crash", [False, True], ids=["whole", "crashes"])
-def test_ten_thousand_interleavings(may_crash: bool) -> None:
+def test_ten_thousand_interleavings_keep_the_invariants(may_crash: bool) -> None:
     interleave_many(10_000, may_crash=may_crash)
 
 

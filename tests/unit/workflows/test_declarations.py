@@ -86,7 +86,7 @@ def test_directives_in_code_go_before_those_of_the_file(stubs_folder: Path) -> N
         ("text", "class and methods"),
     ],
 )
-def test_what_is_wrong_with_a_declaration_is_said(given: Any, said: str) -> None:
+def test_wrong_declaration_says_what_is_wrong(given: Any, said: str) -> None:
     with pytest.raises(DeclarationError, match=f"agent a: .*({said})"):
         load_agents({"a": given})
 
@@ -160,7 +160,7 @@ def test_a_parameter_does_not_take_another_type(wanted: Any, declared: str) -> N
 @pytest.mark.parametrize(
     "methods", [{"class": {}}, {"configure": {}}, {"say": {"not a name": "str"}}, {"say": {"text": "list["}}]
 )
-def test_what_makes_no_python_is_refused(methods: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+def test_declaration_that_makes_no_python_is_refused(methods: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "agents.yaml"
     path.write_text(yaml.safe_dump({"echo": {**AGENTS["echo"], "methods": methods}}))
     assert cli(["workflow", "stubs", str(path), "--out", str(tmp_path / "out"), "--no-check"]) == 2

@@ -67,7 +67,7 @@ async def test_calls_values_and_errors_travel() -> None:
         assert app.node.controllers == {}
 
 
-async def test_what_cannot_travel_fails_its_call_and_no_other() -> None:
+async def test_value_that_cannot_travel_fails_its_call_and_no_other() -> None:
     async def main() -> None:
         with pytest.raises(CallError, match=r"the arguments of echo.say cannot be sent: .*lock") as caught:
             await call("echo", "say", threading.Lock())
@@ -111,7 +111,7 @@ def _not_here() -> None:
     raise ImportError("no such module here")
 
 
-async def test_what_is_on_a_lost_process_fails_and_the_rest_goes_on() -> None:
+async def test_call_on_a_lost_process_fails_and_the_rest_goes_on() -> None:
     """The error has path, agent, instance and the known reason; later calls find another instance."""
 
     async def main(app: Deployment, launcher: LocalLauncher) -> None:
@@ -185,7 +185,7 @@ async def test_state_that_cannot_travel_is_missed_after_a_move(what: str) -> Non
         await app.run_async(main, app, session="s")
 
 
-async def test_what_cannot_move_fails_with_all_that_needs_it() -> None:
+async def test_state_that_cannot_move_fails_with_all_that_needs_it() -> None:
     """Its checkpoint does not come back, so the interrupted call goes nowhere; one that waits for its value is told."""
 
     async def main(app: Deployment) -> None:
@@ -308,7 +308,7 @@ async def test_no_task_is_left() -> None:
         left[0].value(1)
 
 
-def test_what_must_be_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else of the workflows imports Ray."""
     assert "ray" not in sys.modules or sys.modules["ray"] is None
     monkeypatch.setitem(sys.modules, "ray", None)

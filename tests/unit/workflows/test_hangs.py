@@ -263,7 +263,7 @@ async def test_stop_iteration_ends_a_driver_and_a_start() -> None:
 
 
 @pytest.mark.parametrize("way", ["wait", "settle", "forgotten"])
-def test_who_gave_up_waiting_on_another_loop_keeps_nobody(way: str) -> None:
+def test_caller_that_gave_up_on_another_loop_keeps_nobody(way: str) -> None:
     """Its loop is closed when the value comes; the next one gets it."""
 
     async def give_up(made: Any) -> None:
@@ -343,7 +343,7 @@ def test_a_call_that_waits_for_itself_fails_however_it_waits(method: str) -> Non
 
 
 @pytest.mark.parametrize("method", ["timed", "timed_plain"])
-async def test_who_settles_for_a_while_does_not_wait_for_itself(method: str) -> None:
+async def test_caller_that_settles_with_a_timeout_does_not_wait_for_itself(method: str) -> None:
     """The call runs afterwards."""
 
     async def main(app: Deployment) -> Any:
@@ -463,7 +463,7 @@ async def test_a_wait_is_known_though_a_garbage_collection_ends_the_others() -> 
     assert node.waiting == {}
 
 
-async def test_who_waits_for_any_of_several_calls_does_not_wait_for_itself() -> None:
+async def test_caller_that_waits_for_any_of_several_calls_does_not_wait_for_itself() -> None:
     async def main(app: Deployment) -> list[bool]:
         made = stubs.call("knot", "any", ())
         async with asyncio.timeout(PATIENCE_S):

@@ -62,7 +62,7 @@ async def said_by(agent: str, times_s: list[float]) -> list[dict[str, Any]]:
     return said
 
 
-async def test_what_a_tool_took_before_it_will_take_again() -> None:
+async def test_tool_is_expected_to_take_what_it_took_before() -> None:
     """There is no hint for unseen tools; later hints give the time until the next turn, and the confidence."""
     said = await said_by("thinker", [5.0] * 8)
     hints = [each for each in said if "next_turn_in_s" in each]
@@ -74,7 +74,7 @@ async def test_what_a_tool_took_before_it_will_take_again() -> None:
     assert sure[-1] > sure[0] >= 0.5
 
 
-async def test_who_is_often_wrong_says_nothing() -> None:
+async def test_inaccurate_estimator_says_nothing() -> None:
     """Such a tool takes no time like any before."""
     said = await said_by("thinker", [1.0, 60.0] * 12)
     hints = [each for each in said if "next_turn_in_s" in each]

@@ -57,7 +57,7 @@ def test_a_move_loses_and_doubles_nothing_at_any_step(step: type) -> None:
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
 @pytest.mark.parametrize("event", ["value comes", "another call comes", "it moves back", "the aim retires"])
-def test_whatever_comes_in_between_changes_nothing(step: type, event: str) -> None:
+def test_interruption_changes_nothing(step: type, event: str) -> None:
     model = moving(step)
     events: dict[str, Callable[[], object]] = {
         "value comes": lambda: model.finish("plain/0", model.records[1].call),
@@ -198,7 +198,7 @@ def test_an_end_that_overtakes_a_call_leaves_nothing_of_it(again: bool) -> None:
     assert model.ran[late.call.call_id] == again
 
 
-def test_what_was_sent_does_not_come_back_after_its_session_s_end() -> None:
+def test_sent_state_does_not_return_after_the_end_of_its_session() -> None:
     """Its new place retired meanwhile. Its calls have failed, and would run nevertheless."""
     controller = Controller("plain/0", Rules())
     for call_id in (1, 2):

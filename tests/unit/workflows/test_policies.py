@@ -106,7 +106,7 @@ def test_priority_moves_who_was_put_first_to_an_idle_instance() -> None:
     assert [(each.session, each.to) for each in act.migrations["a/0"]] == [("vip", "a/1")]
 
 
-def test_what_cannot_be_is_refused_with_a_reason() -> None:
+def test_impossible_policy_is_refused_with_a_reason() -> None:
     view = view_of({"a": {"stateful": True}, "b": {}}, summary("a/0"), summary("a/1"), summary("b/0"))
     act = Act(view)
     act.migrate("s", "a/0", "a/1")
@@ -181,7 +181,7 @@ def test_a_priority_everywhere_takes_back_an_agent_s_own() -> None:
     assert view.agent_priorities == {"a": {}}
 
 
-def test_what_is_gone_is_forgotten() -> None:
+def test_gone_instance_is_forgotten() -> None:
     view = view_of({"a": {}}, summary("a/0", {"s": line(), "t": line()}), summary("a/1", {"s": line()}))
     view.forget("a/0")
     assert set(view.sessions) == {"s"}

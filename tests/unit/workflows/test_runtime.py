@@ -281,7 +281,7 @@ def test_a_call_may_ask_another_instance_of_its_agent() -> None:
         assert app.run(lambda: call("blocking", "ask_myself", "x").value(20))[0] == "x"
 
 
-def test_what_is_on_a_lost_instance_fails_and_another_takes_its_place() -> None:
+def test_call_on_a_lost_instance_fails_and_a_new_instance_takes_its_place() -> None:
     async def main(app: Deployment) -> None:
         held, behind = call("patient", "wait", "a"), call("patient", "wait", "b")
         depends = call("echo", "say", [behind])
@@ -360,7 +360,7 @@ class SlowStore(MemoryStore):
         return found
 
 
-def test_what_was_asked_for_is_done_when_act_returns() -> None:
+def test_requested_actions_are_done_when_act_returns() -> None:
     """The loop's own turn does not take it away to apply it later, and does not ask for it again."""
     asked: list[str] = []
 
@@ -397,7 +397,7 @@ async def test_instances_that_begin_to_be_count() -> None:
             assert sorted(app.node.instances) == ["slow_start/0", "slow_start/1"]
 
 
-async def test_what_is_asked_for_when_the_deployment_ends_fails() -> None:
+async def test_action_requested_as_the_deployment_ends_fails() -> None:
     """It neither waits for good nor starts anything again."""
     store = SlowStore()
     async with deploy(only("echo"), policies=(), period_s=0.001, store=store) as app:
@@ -465,7 +465,7 @@ async def test_instances_are_replaced_while_the_store_fails() -> None:
         await until(lambda: "echo/1" in app.node.controllers)
 
 
-async def test_what_the_store_did_not_take_can_be_asked_for_again() -> None:
+async def test_action_that_the_store_did_not_take_can_be_requested_again() -> None:
     """A kill is not under way then; routes and priorities come with the next turn."""
 
     def ask(act: Act) -> None:

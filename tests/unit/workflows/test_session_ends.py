@@ -111,7 +111,9 @@ async def begin_late(what: str) -> None:
 
 @pytest.mark.parametrize("what", ["call", "turn", "entry"])
 @pytest.mark.parametrize("is_elsewhere", [False, True])
-async def test_what_outlives_a_session_does_nothing_in_the_next_of_its_name(what: str, is_elsewhere: bool) -> None:
+async def test_call_that_outlives_its_session_does_nothing_in_the_next_of_its_name(
+    what: str, is_elsewhere: bool
+) -> None:
     async def go_on() -> tuple[Any, Any]:
         mine = stubs.call("outliver", "append", ("mine",))
         if is_elsewhere:

@@ -38,7 +38,7 @@ def test_a_url_is_read(text: str, wanted: Wanted) -> None:
         *("http://a#dp=0", "http://a#dp=2000", "http://a#dp=2&dp=3", "http://a#dp=-1", "http://a#dp=²"),
     ],
 )
-def test_what_is_no_replica_is_refused(text: str) -> None:
+def test_broken_replica_entry_is_refused(text: str) -> None:
     with pytest.raises(DiscoveryError):
         wanted_of(text)
 
@@ -69,6 +69,6 @@ def test_a_selection_of_pods_is_read(text: str, selection: PodSelection) -> None
 @pytest.mark.parametrize(
     "text", ["", "default", "app=vllm:80", "/a=b:80", "n/:80", "n/a=b", "n/a=b:", "n/a=b:0", "n/a=b:70000", "n/a=b:x_y"]
 )
-def test_what_selects_no_pods_is_refused(text: str) -> None:
+def test_selector_that_selects_no_pods_is_refused(text: str) -> None:
     with pytest.raises(DiscoveryError, match="NAMESPACE/SELECTOR:PORT"):
         PodSelection.read(text)

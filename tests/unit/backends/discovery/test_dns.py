@@ -83,7 +83,7 @@ async def test_a_lookup_that_hangs_is_given_up() -> None:
         "dns:a",
     ],
 )
-def test_what_is_no_name_is_refused(url: str) -> None:
+def test_invalid_name_is_refused(url: str) -> None:
     with pytest.raises(DiscoveryError):
         DnsSource(url, interval_s=1.0)
 

@@ -97,7 +97,7 @@ async def test_a_change_is_told_once(tmp_path: Path) -> None:
         assert not heard.failures
 
 
-async def test_what_is_wrong_is_told_and_no_set(tmp_path: Path) -> None:
+async def test_wrong_file_is_reported_and_changes_no_replica(tmp_path: Path) -> None:
     """Missing, rubbish, a folder, too large: the last set stays."""
     path = tmp_path / "replicas.txt"
     async with following(FileSource(path, interval_s=0.002)) as heard:

@@ -143,7 +143,7 @@ async def test_a_watch_goes_on_from_the_last_version_heard_of(api: Api) -> None:
     assert versions[:3] == ["5", "77", "77"]
 
 
-async def test_what_pods_are_replicas(api: Api) -> None:
+async def test_selected_pods_are_replicas(api: Api) -> None:
     """They were ready once, are not over, have an address and the port; a new pod may reuse an ending one's address."""
     done = pod("done", "10.0.0.9")
     done["status"]["phase"] = "Succeeded"

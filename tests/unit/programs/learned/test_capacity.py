@@ -56,7 +56,7 @@ def told(correction: CapacityCorrection, lost_tokens: int, expected_tokens: int 
 
 
 @pytest.mark.parametrize(("lost_ratio", "goes_down"), [(0.3, False), (0.8, True)])
-def test_where_claims_may_exceed_the_memory_only_large_losses_count(lost_ratio: float, goes_down: bool) -> None:
+def test_only_large_losses_count_where_claims_may_exceed_the_memory(lost_ratio: float, goes_down: bool) -> None:
     """The engine gives up a part of what is held; most of it is lost only if the memory is much smaller than told."""
     correction = CapacityCorrection(0.0)
     told(correction, int(lost_ratio * CONTEXT_TOKENS))
@@ -64,7 +64,7 @@ def test_where_claims_may_exceed_the_memory_only_large_losses_count(lost_ratio: 
     assert (correction.ratio < 1.0) == goes_down
 
 
-def test_it_goes_down_fast_when_it_is_told_twice_as_much() -> None:
+def test_correction_falls_fast_when_twice_the_capacity_is_told() -> None:
     """Within a minute next to nothing is lost, and it stays there."""
     correction = CapacityCorrection(0.0)
     ratios = runs(correction, 0.5, from_s=0, to_s=60)
@@ -74,7 +74,7 @@ def test_it_goes_down_fast_when_it_is_told_twice_as_much() -> None:
     assert 0.45 <= min(later) <= max(later) <= 0.6
 
 
-def test_it_goes_up_when_there_is_more_than_told() -> None:
+def test_correction_rises_when_there_is_more_than_told() -> None:
     """While others wait, an engine that holds half as much again is filled within five minutes."""
     correction = CapacityCorrection(0.0)
     ratios = runs(correction, 1.5, from_s=0, to_s=300)
@@ -82,19 +82,19 @@ def test_it_goes_up_when_there_is_more_than_told() -> None:
     assert max(runs(correction, 1.5, from_s=300, to_s=1500)) <= 1.75
 
 
-def test_it_stays_when_it_is_right() -> None:
+def test_correction_stays_when_it_is_right() -> None:
     """It stays within a tenth, for an hour."""
     correction = CapacityCorrection(0.0)
     ratios = runs(correction, 1.0, from_s=0, to_s=3600)
     assert 0.9 <= min(ratios) <= max(ratios) <= 1.12
 
 
-def test_it_does_not_go_up_while_nobody_waits() -> None:
+def test_correction_does_not_rise_while_nobody_waits() -> None:
     """Without claims nothing can be lost, so this gives no information."""
     assert set(runs(CapacityCorrection(0.0), 3.0, from_s=0, to_s=600, wanted=False)) == {1.0}
 
 
-def test_it_goes_up_slowly_near_to_where_much_was_lost() -> None:
+def test_correction_rises_slowly_near_earlier_losses() -> None:
     """From the ceiling on its steps are a two-thousandth."""
     correction = CapacityCorrection(0.0)
     told(correction, 4000)
@@ -305,7 +305,7 @@ def test_a_step_begins_anew() -> None:
     assert correction.ratio == pytest.approx(1 - LARGEST_STEP_RATIO)
 
 
-def test_what_was_lost_before_a_step_down_is_not_counted_after_it() -> None:
+def test_losses_before_a_step_down_do_not_count_after_it() -> None:
     """Programs that were held since before then notice only now."""
     correction = CapacityCorrection(0.0)
     told(correction, 5000)
@@ -355,7 +355,7 @@ def test_turns_of_programs_that_had_kept_nothing_change_nothing() -> None:
     assert correction.ratio == 1.0
 
 
-def test_what_running_requests_lose_is_lost() -> None:
+def test_losses_of_running_requests_count() -> None:
     """5,000 of 20 times 1,000 and 5,000 are a fifth."""
     correction = CapacityCorrection(0.0)
     for _ in range(WINDOW_TURNS_COUNT):

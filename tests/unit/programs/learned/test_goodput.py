@@ -29,7 +29,7 @@ def test_the_speed_is_that_of_turns_that_shared_their_engine_with_fewest() -> No
     assert goodput.turn_ended(prefilled(1.0, 11.0, 1000, 100), 0.001) == 1.0 + 100 * goodput.decode_token_s
 
 
-def test_what_is_cached_is_not_part_of_the_ideal() -> None:
+def test_cached_tokens_are_not_part_of_the_ideal() -> None:
     """Neither is the program's history, even if it was recomputed: goodput is about that."""
     driver = Driver(replicas={"r0": 100_000}, token_s=2e-4)
     for number in range(3):

@@ -24,7 +24,7 @@ def test_before_anything_is_seen_growth_is_as_told() -> None:
     assert (growth.tokens_per_s, growth.whole_tokens) == (inf, inf)
 
 
-def test_growth_by_hand() -> None:
+def test_growth_matches_a_calculation_by_hand() -> None:
     """Turns of 100 tokens in 5 s and of 300 in 15 are 20 a second."""
     growth = Growth()
     growth.turn_ended(grew(None, 10, 9.0))

@@ -85,7 +85,7 @@ def test_the_newest_half_of_what_is_remembered_weighs_as_much_as_all_before() ->
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.5, 0.9])
-def test_to_forget_changes_no_quantile(ratio: float) -> None:
+def test_forgetting_changes_no_quantile(ratio: float) -> None:
     """All counts shrink alike."""
     values = [0.5, 1.5, 3.0, 6.0] * 500
     before = histogram_of(*values).quantile(ratio, 0.0)

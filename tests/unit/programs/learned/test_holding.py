@@ -92,7 +92,7 @@ def test_fewer_than_one_turn_at_once_leaves_the_engine_idle_meanwhile() -> None:
     assert planned.turns_per_s == pytest.approx(0.5 / 1.2)
 
 
-def test_what_a_sequence_costs_counts_for_each_token_that_it_generates() -> None:
+def test_cost_of_a_sequence_counts_for_each_generated_token() -> None:
     """Ten sequences of 2 ms each for ten tokens."""
     planned = plan(replace_cost(DEAR, sequence_s=2e-3))
     assert planned.unheld_turns_per_s == pytest.approx(10 / (10 * (1.1 + 10 * 2e-3) + 0.1))
@@ -114,7 +114,7 @@ EVEN = EngineCosts(1e-4, 0.0, 0.05)
 """A sequence costs the same however many there are: half a second a turn; 1,000 lost tokens cost a fifth of that."""
 
 
-def test_where_a_lost_token_surely_costs_little_more_may_be_claimed_than_fits() -> None:
+def test_claims_may_exceed_the_memory_where_a_lost_token_surely_costs_little() -> None:
     """Unheld a turn takes 0.61 s, and a sixth of it is lost. Held it takes 0.51 s: as many turns as can be computed."""
     planned = plan(EVEN, most_token_s=1.5e-4)
     assert planned.claimed_ratio == SOFTLY_CLAIMED_RATIO
@@ -191,7 +191,7 @@ def test_the_dearer_a_token_the_longer_tools_are_held() -> None:
     assert len(set(thresholds_s)) > 3
 
 
-def test_what_programs_share_is_held_and_lost_once() -> None:
+def test_common_tokens_of_programs_are_held_and_lost_once() -> None:
     """Where half of it is shared, it is as if turns held and left half as much, and brought the same."""
     halved = means_of(held_tokens=500.0, left_tokens=500.0)
     assert plan(own_ratio=0.5) == pytest.approx(plan(means=halved))
@@ -250,7 +250,7 @@ def test_a_plan_is_never_worse_than_no_plan(
 # --- Means over turns
 
 
-def test_a_turn_by_hand() -> None:
+def test_turn_matches_a_calculation_by_hand() -> None:
     """Of 900 tokens 600 were known; 100 more are generated, half of which is there in the mean."""
     means = TurnMeans()
     means.turn_ended(ended(prompt=900, output=100, context=600))
@@ -362,7 +362,7 @@ def limit_ratio(driver: Driver, replica_id: str = "r0") -> float:
     return account.limit_tokens / account.capacity_tokens
 
 
-def test_what_was_learned_before_a_restart_is_planned_with_at_once() -> None:
+def test_plan_uses_at_once_what_was_learned_before_a_restart() -> None:
     """All tools together take a second: they are held a while, and no more is claimed than fits."""
     driver = restarted()
     threshold_s = driver.scheduler.view.hold_threshold_s("r0")
@@ -387,7 +387,7 @@ def test_without_a_price_nobody_is_held() -> None:
     assert driver.scheduler.view.hold_threshold_s("r0") == 0.0
 
 
-def test_where_holding_does_not_pay_turns_alone_fill_the_memory() -> None:
+def test_turns_alone_fill_the_memory_where_holding_does_not_pay() -> None:
     """No more is let in than fits: an engine that runs out of memory computes turns twice."""
     driver = restarted(1e-6)
     assert driver.scheduler.view.hold_threshold_s("r0") == 0.0

@@ -23,7 +23,7 @@ def test_a_class_begins_with_its_guess_and_the_first_usage_is_believed() -> None
     assert sizes.tokens(LARGE) == 1500
 
 
-def test_what_several_classes_were_together_is_shared_by_what_was_expected_of_them() -> None:
+def test_sum_of_several_classes_is_shared_by_their_expectations() -> None:
     """A guess of 1,700 that turns out as 850 halves both."""
     sizes = MediaSizes()
     sizes.learn(SMALL + LARGE, 850)

@@ -165,7 +165,7 @@ def test_the_price_is_found_where_answers_come_whole(
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_what_contexts_cost_is_not_taken_for_the_iterations(streamed: bool) -> None:
+def test_cost_of_contexts_is_not_taken_for_that_of_iterations(streamed: bool) -> None:
     """Turns alone fill the memory, so iterations take some 45 ms whatever runs; all but 6 ms of it is for contexts."""
     seen = turns_on("slows-with-contexts", "short", 40, 0.4)
     price = price_after(seen, 200, streamed=streamed)
@@ -272,7 +272,7 @@ def test_the_time_in_which_any_turn_was_there_is_summed_until_each_end() -> None
     assert busy_until_ends(turns) == [1.0, 2.0, 5.0, 6.0, 7.0]
 
 
-def test_what_stood_still_teaches_nothing() -> None:
+def test_stalls_teach_nothing() -> None:
     """Some turns ran while their engine was paused for a minute: their times do not count, what they computed does."""
     price, random, now_s = Price(), Random(1), 0.0
     for number in range(64):
@@ -314,7 +314,7 @@ def test_only_so_many_turns_are_remembered() -> None:
     assert price.turn_count == KEPT_COUNT
 
 
-def test_what_was_learned_is_kept_and_taken_over() -> None:
+def test_learned_price_is_kept_and_taken_over() -> None:
     driver = Driver(token_s=None)
     for number in range(32):
         turn_id = driver.arrives("a", 100 + 20 * number)
@@ -369,7 +369,7 @@ SEEN = st.tuples(
 
 
 @given(st.lists(SEEN, min_size=16, max_size=40), st.integers(0, 100))
-def test_whatever_is_told_the_price_is_a_possible_one(
+def test_price_stays_possible_whatever_is_told(
     told: list[tuple[float, float, float, int, int]], others_count: int
 ) -> None:
     """Times are divided by it, and compared with it."""

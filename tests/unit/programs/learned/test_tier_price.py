@@ -86,7 +86,7 @@ def test_loading_never_costs_more_than_computing() -> None:
     assert price.lost_token_s(PREFILL_TOKEN_S) == PREFILL_TOKEN_S
 
 
-def test_what_is_loaded_hides_no_loss_from_the_capacity() -> None:
+def test_loaded_tokens_hide_no_loss_from_the_capacity() -> None:
     """Usage reports it as cached; the pool's own counters show that it was not there."""
     losing = {}
     for tier in (False, True):

@@ -77,7 +77,7 @@ def test_the_return_rate_is_what_the_theory_says(seen: list[Seen]) -> None:
         assert times.return_rate_per_s("a", elapsed_s) == pytest.approx(expected)
 
 
-def test_three_returns_and_one_censored_by_hand() -> None:
+def test_three_returns_and_one_censored_match_a_calculation_by_hand() -> None:
     """Two return and one is paused in the first 50 ms, one returns in the next 21: G(0) is 16.6 a second."""
     times = learned([("t", 0.01, False), ("t", 0.02, False), ("t", 0.03, True), ("t", 0.06, False)])
     all_first, all_second = (2 + 2 * 0.22) / (1 + 2 + 0.5 + 2), (1 + 2 * 0.22) / (1 + 2)
@@ -88,7 +88,7 @@ def test_three_returns_and_one_censored_by_hand() -> None:
     assert times.return_rate_per_s("t", 0.0) == pytest.approx((1 - still_away) / held_s)
 
 
-def test_who_is_censored_says_nothing_of_later() -> None:
+def test_censored_time_says_nothing_of_later() -> None:
     """A hundred pauses after a second change nothing for those that are away for five."""
     few = [("t", 10.0, False)] * 50
     assert learned(few).return_rate_per_s("t", 5.0) == learned([*few, *[("t", 1.0, True)] * 100]).return_rate_per_s(
@@ -96,7 +96,7 @@ def test_who_is_censored_says_nothing_of_later() -> None:
     )
 
 
-def test_who_is_censored_was_at_risk_until_then() -> None:
+def test_censored_time_was_at_risk_until_then() -> None:
     """Ten back after half a second are half of twenty, or a tenth if ninety were still away then."""
     back = [("t", 0.5, False)] * 10
     assert learned([*back, *[("t", 3.0, True)] * 90]).return_rate_per_s("t", 0.0) < 0.5 * learned(
@@ -104,7 +104,7 @@ def test_who_is_censored_was_at_risk_until_then() -> None:
     ).return_rate_per_s("t", 0.0)
 
 
-def test_who_comes_back_late_counts_as_if_never_censored() -> None:
+def test_late_return_counts_as_if_never_censored() -> None:
     """Paused after 2 s and back after 70 s, it counts as a return after 70 s."""
     late, plain = ToolTimes(), ToolTimes()
     for _ in range(5):
@@ -150,7 +150,7 @@ def test_a_tool_is_censored_when_its_timeout_is_over() -> None:
 
 
 @given(SEEN, st.lists(st.floats(0, 1e5), min_size=2, max_size=6))
-def test_what_is_dearer_to_recompute_is_held_for_at_least_as_long(seen: list[Seen], thresholds: list[float]) -> None:
+def test_dearer_context_is_held_for_at_least_as_long(seen: list[Seen], thresholds: list[float]) -> None:
     """`hold_s` is monotone in the threshold, and nothing is held that costs nothing to recompute."""
     times = learned(seen)
     held = [times.hold_s("a", threshold_s) for threshold_s in sorted(thresholds)]
@@ -229,7 +229,7 @@ def test_names_are_bounded_and_the_one_not_seen_for_longest_is_forgotten() -> No
     assert forgotten == unseen != times.return_rate_per_s("kept", 0.75)
 
 
-def test_how_late_the_returns_of_a_tool_come_is_known_once_ten_were_seen() -> None:
+def test_lateness_of_a_tool_is_known_after_ten_returns() -> None:
     """It counts returned programs, late ones included; those that never return and other tools do not count."""
     times = of_one(*[1.0] * 9)
     assert times.returned_within_s("t", 0.99) == 0.0
@@ -247,7 +247,7 @@ def test_how_late_the_returns_of_a_tool_come_is_known_once_ten_were_seen() -> No
     assert times.returned_within_s("unseen", 0.99) == 0.0
 
 
-def test_what_all_but_few_tools_take_at_least_is_known_once_ten_were_seen() -> None:
+def test_least_duration_of_most_tools_is_known_after_ten_returns() -> None:
     """It is of all names together, and never more than those returns took."""
     times = of_one(*[1.0] * 9)
     assert times.shortest_s(0.1) == 0.0
@@ -256,7 +256,7 @@ def test_what_all_but_few_tools_take_at_least_is_known_once_ten_were_seen() -> N
     assert 0.05 <= times.shortest_s(0.05) <= 0.06
 
 
-def test_to_ask_for_a_name_does_not_remember_it() -> None:
+def test_lookup_of_a_name_does_not_remember_it() -> None:
     """Only observed names take memory."""
     times = ToolTimes()
     times.hold_s("t", 1.0)

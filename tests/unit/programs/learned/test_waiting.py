@@ -59,7 +59,7 @@ def test_a_turn_that_is_placed_at_once_is_no_restore_however_old_its_first_attem
 
 
 @pytest.mark.parametrize("waited_s", [4 * 3600.0, 100 * 86400.0])
-def test_what_is_expected_of_a_queue_that_stands_still_has_an_end(waited_s: float) -> None:
+def test_expected_wait_of_a_standing_queue_is_bounded(waited_s: float) -> None:
     """It is not at once, either, because nothing that was seen is left; and one restore outweighs all that."""
     pace = RestorePace()
     pace.accrue(0.0, waiting=True)
@@ -90,7 +90,7 @@ def test_waiting_for_a_replica_that_grants_nothing_says_nothing() -> None:
     assert driver.scheduler.knowledge.restore_pace.interval_s == pytest.approx(10.0, rel=0.2)
 
 
-def test_those_that_wait_are_expected_one_after_the_other() -> None:
+def test_waiting_programs_are_expected_one_after_the_other() -> None:
     """One at a time is admitted, each for 10 s: the third in the queue has 30 s to go."""
     driver = Driver(Cap(n=1))
     for number in range(6):
@@ -104,7 +104,7 @@ def test_those_that_wait_are_expected_one_after_the_other() -> None:
     assert list(driver.scheduler.expected_holds_s(1)) == ["p3"]
 
 
-def test_those_that_wait_for_one_replica_are_expected_in_the_same_order() -> None:
+def test_programs_waiting_for_one_replica_are_expected_in_the_same_order() -> None:
     """Their waiting counts even if no other program waits."""
     driver = Driver(Cap(n=1), replicas={"r0": 1000, "r1": 1000})
     driver.routes("class", "to-r1", r1=1)
@@ -119,7 +119,7 @@ def test_those_that_wait_for_one_replica_are_expected_in_the_same_order() -> Non
     assert list(driver.scheduler.expected_holds_s(2)) == ["p3", "p4"]
 
 
-def test_those_that_wait_to_be_admitted_are_expected_last() -> None:
+def test_programs_waiting_for_admission_are_expected_last() -> None:
     """Their waiting counts, too."""
     driver = Driver(load_policy("passthrough", {"admission": "window", "admission.n": 1}))
     for number in range(5):

@@ -216,7 +216,7 @@ def test_a_replica_without_a_turn_lets_the_first_in_whoever_is_held_there() -> N
 
 
 @pytest.mark.parametrize("end", ["finishes", "fails", "is_abandoned"])
-def test_it_does_so_when_its_last_turn_ends(end: str) -> None:
+def test_running_program_is_paused_when_its_last_turn_ends(end: str) -> None:
     """There is no tick in between; the second in the queue waits for the first one's turn."""
     driver = driver_with()
     turns = driver.keeps_busy("r0", "r0")
@@ -235,7 +235,7 @@ def test_it_does_so_when_its_last_turn_ends(end: str) -> None:
     assert second in driver.granted_on
 
 
-def test_those_go_for_it_whose_tools_have_run_longest_and_no_more_than_need_be() -> None:
+def test_programs_with_the_longest_tools_are_paused_first_and_no_more_than_needed() -> None:
     """They are evicted first, too."""
     for tokens, going in ((100, []), (400, ["b"]), (700, ["b", "c"]), (701, ["b", "c", "a"])):
         driver = driver_with()
@@ -245,7 +245,7 @@ def test_those_go_for_it_whose_tools_have_run_longest_and_no_more_than_need_be()
         assert of_kind(Pause, driver.decisions) == going
 
 
-def test_those_held_too_long_go_first_for_it_then_those_soonest_so() -> None:
+def test_overdue_holds_end_first_then_the_next_due() -> None:
     """The client of `young` said when its next turn comes; the others are held for ever."""
     for elapsed_s in (0.0, 30.0):
         driver = driver_with()
@@ -270,7 +270,7 @@ def test_room_above_the_watermark_and_for_growth_is_nobodys_there() -> None:
         assert of_kind(Pause, driver.decisions) == []
 
 
-def test_of_several_the_idle_one_lets_the_first_in() -> None:
+def test_idle_replica_of_several_admits_the_queue_head() -> None:
     """It is not its home, where a turn runs."""
     driver = driver_with(replicas={"r0": 1000, "r1": 1000})
     away_from_home(driver, 300)
@@ -306,7 +306,7 @@ def test_a_program_that_waits_for_one_replica_gets_it_when_it_idles() -> None:
 # --- Admission by age
 
 
-def test_whoever_is_through_for_least_goes_first() -> None:
+def test_program_nearest_its_end_goes_first() -> None:
     """A small program before a large one that came before it."""
     driver = driver_with(pass_count=0)
     driver.keeps_busy()
@@ -325,7 +325,7 @@ def test_whoever_is_through_for_least_goes_first() -> None:
     assert not driver.held(large)
 
 
-def test_who_waited_for_too_long_goes_before_all_and_has_room_kept() -> None:
+def test_overdue_program_goes_before_all_and_has_room_kept() -> None:
     """The limit is four times the median life: until then smaller programs precede it, afterwards none does."""
     driver = driver_with(wait_ratio=0.5)
     driver.takes_turn("lived", 10)
@@ -350,7 +350,7 @@ def test_who_waited_for_too_long_goes_before_all_and_has_room_kept() -> None:
     assert not driver.held(large)
 
 
-def test_another_order_takes_the_place_of_its_own_which_learns_nothing_then() -> None:
+def test_external_order_replaces_the_own_one_which_then_learns_nothing() -> None:
     """The oldest program goes first, not the one whose turn waits longest."""
     driver = driver_with(pass_count=0, order=Fcfs())
     assert not driver.scheduler.stream.learners
@@ -403,7 +403,7 @@ def test_a_newcomer_passes_where_it_fits_and_not_when_nobody_may() -> None:
             assert driver.decisions == [Hold(turn, "small", Reason.QUEUE_AHEAD)]
 
 
-def test_whoever_passes_takes_nothing_from_the_expired() -> None:
+def test_overtaking_program_takes_nothing_from_expired_claims() -> None:
     """Only the first gets room made for it."""
     driver = driver_with(hold_ratio=holds_for(10.0), order=Fcfs())
     driver.arrives("busy", 600)
@@ -454,7 +454,7 @@ def test_on_other_replicas_whoever_fits_goes_on() -> None:
     assert driver.held(first)
 
 
-def test_one_whose_home_is_kept_for_the_first_goes_elsewhere() -> None:
+def test_program_whose_home_is_reserved_for_the_head_goes_elsewhere() -> None:
     """The full home counts as usual: the program goes elsewhere."""
     driver = driver_with(wait_ratio=0.5, replicas={"r0": 1000, "r1": 1000}, order=Fcfs())
     driver.keeps_busy("r0", "r1")
@@ -528,7 +528,7 @@ def test_a_newcomer_needs_room_for_what_all_will_grow_by() -> None:
     assert counts[0] == 10 > counts[1] > counts[2] > counts[3] == 1
 
 
-def test_nobody_waits_for_growth_that_was_not_seen_yet() -> None:
+def test_nobody_waits_for_growth_that_was_never_seen() -> None:
     """How fast programs grow, and how far, must both be known: all ten that fit are let in before."""
     for rate_known, size_known, some_wait in ((False, False, False), (True, False, False), (True, True, True)):
         driver = driver_with(foresight_ratio=foresees_for(1000.0))
@@ -541,7 +541,7 @@ def test_nobody_waits_for_growth_that_was_not_seen_yet() -> None:
         assert (newcomers_let_in(driver) < 10) == some_wait
 
 
-def test_where_all_fit_as_large_as_they_become_nobody_waits_for_growth() -> None:
+def test_nobody_waits_for_growth_where_all_fit_at_their_full_size() -> None:
     """Five of 400 tokens with their growth fit in 2,100, the sixth does not; the expectation is much more."""
     driver = driver_with(foresight_ratio=1e9, replicas={"r0": 2100})
     grown(driver, whole_tokens=300)
@@ -549,7 +549,7 @@ def test_where_all_fit_as_large_as_they_become_nobody_waits_for_growth() -> None
     assert newcomers_let_in(driver) == 4
 
 
-def test_one_that_comes_back_needs_room_for_itself_only() -> None:
+def test_returning_program_needs_room_for_itself_only() -> None:
     """A returning program of the same size continues where a newcomer has to wait."""
     driver = driver_with(foresight_ratio=foresees_for(20.0), pass_count=0)
     grown(driver)
@@ -608,7 +608,7 @@ def test_a_reserve_of_nothing_stays_nothing() -> None:
 
 
 @pytest.mark.parametrize(("share_prefixes", "fitting_count"), [(True, 16), (False, 4)])
-def test_what_programs_have_in_common_is_claimed_once(share_prefixes: bool, fitting_count: int) -> None:
+def test_common_tokens_of_programs_are_claimed_once(share_prefixes: bool, fitting_count: int) -> None:
     """Programs share 200 of 250 tokens: 16 of them take 200 and 16 times 50."""
     driver = driver_with(share_prefixes=share_prefixes)
     turns = [driver.arrives(f"p{number}", 250, prefix={"system": 200}) for number in range(20)]
@@ -708,7 +708,7 @@ def test_the_last_unfinished_member_of_a_group_goes_last() -> None:
         assert of_kind(Pause, driver.ticks(1.0)) == [paused]
 
 
-def test_who_becomes_the_last_of_its_group_while_its_tool_runs_goes_last_too() -> None:
+def test_program_that_becomes_the_last_of_its_group_during_a_tool_is_paused_last() -> None:
     """Its place in the order changes when the others end, not only at its next turn."""
     driver = driver_with()
     driver.takes_turn("a", 300)
@@ -815,7 +815,7 @@ def test_an_empty_replica_draws_none_that_it_is_too_small_for() -> None:
     assert driver.granted_on[driver.arrives("c", 500)] == "r1"
 
 
-def test_what_programs_share_draws_no_more_of_them() -> None:
+def test_shared_tokens_bring_no_extra_programs_in() -> None:
     """Each adds little to what is claimed beside the others, but as many turns as any."""
     driver = driver_with(replicas={"r0": 1000, "r1": 1000})
     driver.takes_turn("other", 300)
@@ -827,7 +827,7 @@ def test_what_programs_share_draws_no_more_of_them() -> None:
     assert homes == ["r1", "r1", "r0", "r1", "r0"]
 
 
-def test_one_for_which_others_went_takes_their_room() -> None:
+def test_program_takes_the_room_that_was_made_for_it() -> None:
     """It would fit beside fewer programs, whose beginning it shares, but then they would have gone for nothing."""
     driver = driver_with(hold_ratio=0.0, replicas={"r0": 500})
     driver.takes_turn("alike", 400, prefix={"system": 360})
@@ -853,7 +853,7 @@ def test_a_turn_that_its_home_failed_does_not_wait_for_it() -> None:
 # --- Where memory is not short, or not known
 
 
-def test_where_memory_is_not_short_every_turn_goes_at_once() -> None:
+def test_every_turn_goes_at_once_where_memory_is_not_short() -> None:
     """The default settings cause no hold, no pause and no mark."""
     driver = Driver(BreakEven(), replicas={"r0": 100_000}, settings=LONG)
     for number in range(200):
@@ -875,7 +875,7 @@ def test_a_program_that_is_larger_than_every_replica_goes_at_once() -> None:
     assert {decision.reason for decision in driver.decisions} == {Reason.OVERSIZE}
 
 
-def test_what_branches_have_in_common_makes_no_program_larger_than_every_replica() -> None:
+def test_common_tokens_of_branches_do_not_make_a_program_too_large() -> None:
     """Two of 600 with 500 in common are 700, and wait for room; two of 1,100 are larger than the replica."""
     driver = driver_with()
     prefix = {"system": 500}
@@ -921,7 +921,7 @@ def test_a_program_that_shares_with_others_may_be_larger_than_every_replica() ->
     assert driver.decisions[-1] == Grant(2, "p", "r0", Reason.OVERSIZE)
 
 
-def test_one_that_is_alone_always_fits() -> None:
+def test_program_alone_always_fits() -> None:
     """It may grow beyond the replica, and is neither paused nor marked."""
     driver = driver_with(low_ratio=0.5, high_ratio=0.6)
     turn = driver.arrives("a", 490)
@@ -932,14 +932,14 @@ def test_one_that_is_alone_always_fits() -> None:
     assert driver.home("a") == "r0"
 
 
-def test_one_that_would_be_alone_fits_though_its_growth_does_not() -> None:
+def test_program_alone_fits_although_its_growth_does_not() -> None:
     """A newcomer on an empty replica needs no room to grow."""
     driver = driver_with(foresight_ratio=foresees_for(1e4))
     grown(driver)
     assert not driver.held(driver.arrives("a", 990))
 
 
-def test_where_no_capacity_is_known_there_is_room_for_everyone() -> None:
+def test_everyone_fits_where_no_capacity_is_known() -> None:
     """This holds whatever they claim, with the default settings."""
     driver = Driver(BreakEven(), replicas={"r0": None}, settings=LONG)
     turns = [driver.arrives(f"p{number}", 10**6) for number in range(50)]
@@ -960,7 +960,7 @@ def test_a_replica_of_unknown_size_counts_as_the_median_of_the_others(
     assert account.limit_tokens == account.assumed_tokens == account.capacity_tokens == 700
 
 
-def test_what_a_replica_of_unknown_size_counts_as_changes_with_the_others() -> None:
+def test_assumed_size_of_an_unknown_replica_follows_the_others() -> None:
     """They come, tell another size, and go."""
     driver = driver_with(replicas={"r0": None})
     account = driver.scheduler.replicas["r0"].account
@@ -985,7 +985,7 @@ def test_a_new_replica_of_unknown_size_gets_its_share_beside_known_ones() -> Non
     assert [driver.demand(each) for each in ("r0", "r1", "new")] == [1000, 1000, 1000]
 
 
-def test_where_no_size_is_known_turns_in_flight_decide() -> None:
+def test_turns_in_flight_decide_where_no_size_is_known() -> None:
     """Whatever is claimed: the one with fewest turns gets the next."""
     driver = driver_with(replicas={"r0": None, "r1": None})
     large = driver.arrives("large", 100_000)
@@ -996,7 +996,7 @@ def test_where_no_size_is_known_turns_in_flight_decide() -> None:
     assert driver.granted_on[driver.arrives("next", 100)] == homes[0]
 
 
-def test_who_is_to_be_held_through_every_tool_is_held_where_no_capacity_is_known() -> None:
+def test_program_to_be_held_through_every_tool_is_held_where_no_capacity_is_known() -> None:
     """Nothing is planned there, and holding costs nothing."""
     driver = Driver(BreakEven(hold_ratio=inf), replicas={"r0": None}, settings=LONG)
     driver.takes_turn("a", 100)

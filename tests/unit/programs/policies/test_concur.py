@@ -65,7 +65,7 @@ def test_the_window_is_a_whole_number_and_never_under_one() -> None:
         assert concur.window_count == expected_count
 
 
-def test_it_grows_by_two_while_it_is_full_and_memory_is_not() -> None:
+def test_window_grows_by_two_while_it_is_full_and_memory_is_not() -> None:
     """It grows every five seconds; waiting programs begin as it grows, and each change is signalled."""
     world = Congested(first_count=1)
     turns = [world.driver.arrives(f"p{number}", 10) for number in range(4)]
@@ -78,7 +78,7 @@ def test_it_grows_by_two_while_it_is_full_and_memory_is_not() -> None:
     assert world.updates == [(3, "under-used"), (5, "under-used")]
 
 
-def test_who_is_over_the_window_is_paused_between_two_turns_and_comes_back_before_new_ones() -> None:
+def test_program_over_the_window_is_paused_between_turns_and_returns_before_new_ones() -> None:
     """Turns in flight are never disturbed; the youngest program is dismissed first."""
     world = Congested(first_count=4)
     driver = world.driver
@@ -113,7 +113,7 @@ def test_a_turn_that_ends_over_the_window_is_the_programs_last_for_now() -> None
     assert driver.held(driver.arrives("p0", 20))
 
 
-def test_it_looks_at_the_mean_of_the_replicas_and_of_the_interval() -> None:
+def test_window_follows_the_mean_of_replicas_and_interval() -> None:
     """One full and one empty replica have a mean of one half."""
     world = Congested(first_count=4)
     world.driver.comes_up("r1", 100_000)

@@ -209,7 +209,7 @@ def test_negative_settings_are_refused(setting: str) -> None:
         Continuum(**{setting: -1})  # type: ignore[arg-type]
 
 
-def test_what_is_remembered_of_tools_is_bounded() -> None:
+def test_memory_of_tools_is_bounded() -> None:
     """The names that were unused for longest are forgotten."""
     policy = Continuum()
     for number in range(300):

@@ -46,7 +46,7 @@ def driver_with(fitting: Fitting) -> Driver:
     return Driver(Fits(fitting), replicas={"r0": 1000})
 
 
-def test_what_all_share_is_counted_once() -> None:
+def test_common_tokens_are_counted_once() -> None:
     """Three programs of 500 that share 300 take 900 of 1,000: 100 more fit, and no token beyond."""
     driver = driver_with(Fitting(shared_tokens=300))
     assert not any(driver.held(driver.arrives(name, 500)) for name in "abc")

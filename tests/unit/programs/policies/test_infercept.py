@@ -77,7 +77,7 @@ def test_programs_are_served_as_they_came_and_the_large_ones_are_held_longer() -
     assert not driver.held(young)
 
 
-def test_what_grows_over_the_capacity_is_mended_by_waste() -> None:
+def test_growth_beyond_the_capacity_is_mended_by_waste() -> None:
     """The program nearest to its t* is paused first: the small one, if both are away for the same time."""
     driver = driver_with()
     driver.takes_turn("large", 900)

@@ -60,14 +60,14 @@ def test_larger_programs_have_larger_areas() -> None:
     assert order.areas.area(0, 8000) == pytest.approx(8 * order.areas.area(0, 1000), rel=0.01)
 
 
-def test_where_all_are_of_a_length_nearness_to_the_end_counts() -> None:
+def test_nearness_to_the_end_counts_where_all_lengths_are_equal() -> None:
     """With the same claim, the program with more turns behind it has less to go."""
     order = taught([16] * 200)
     assert order.areas.area(14, 5000) < order.areas.area(8, 5000) < order.areas.area(0, 5000)
     assert order.areas.area(0, 5000) == pytest.approx(16 * 5000, rel=0.2)
 
 
-def test_who_outlived_the_short_ones_falls_back() -> None:
+def test_program_that_outlives_short_ones_falls_back() -> None:
     """Nine of ten take two turns, and the others a hundred: after three turns many more are to come."""
     order = taught(([2] * 9 + [100]) * 20)
     assert order.areas.area(3, 5000) > 5 * order.areas.area(0, 5000)
@@ -96,7 +96,7 @@ def test_the_index_is_the_least_over_all_ends(turn_count: int) -> None:
         assert areas.area(turn_count, claim_tokens) == pytest.approx(least)
 
 
-def test_what_is_made_of_the_table_follows_it_by_a_part_in_32() -> None:
+def test_derived_table_follows_within_a_part_in_32() -> None:
     """At first it is rebuilt for each turn that teaches something, later for a few in a hundred."""
     order = LeastArea()
     driver, made = driver_with(order), []
@@ -128,7 +128,7 @@ def test_programs_that_still_run_say_nothing_of_later_turns() -> None:
     assert (order.areas._passed[1], order.areas._passed[3], order.areas._passed[5]) == (10, 10, 0)
 
 
-def test_it_learns_what_a_turn_adds() -> None:
+def test_policy_learns_what_a_turn_adds() -> None:
     """It learns from the contexts of the same program, not from those of others; until then it guesses."""
     order = LeastArea()
     assert order.areas.growth_tokens == FIRST_GROWTH_TOKENS
@@ -151,7 +151,7 @@ def test_sizes_that_nobody_vouches_for_teach_no_growth() -> None:
     assert order.areas.growth_tokens == FIRST_GROWTH_TOKENS
 
 
-def test_it_forgets_programs_that_ended() -> None:
+def test_policy_forgets_ended_programs() -> None:
     """Only their counts are kept."""
     order = taught([3] * 20)
     kept = (
@@ -218,7 +218,7 @@ def test_a_rank_stays_while_a_program_waits_whatever_is_learned() -> None:
     assert order.areas.area(0, 500) != pytest.approx(before[0] - NOT_OVERDUE_RANK)
 
 
-def test_what_was_seen_long_ago_weighs_little() -> None:
+def test_old_observations_weigh_little() -> None:
     """A load of long programs is learned although a thousand short ones came before."""
     order = taught([1] * int(REMEMBERED_COUNT) + [2] * 300)
     assert order.areas._ended[0] == pytest.approx(REMEMBERED_COUNT / 2, abs=1)
@@ -235,7 +235,7 @@ def test_the_smallest_of_those_that_wait_goes_first() -> None:
     assert driver.held(large)
 
 
-def test_nobody_waits_for_those_that_come_later_for_longer_than_the_bound() -> None:
+def test_nobody_waits_for_later_programs_beyond_the_bound() -> None:
     """A large program among an endless stream of small ones is admitted soon after the bound, and not before."""
     driver = one_at_a_time(bound_ratio=5.0)
     for number in range(8):  # the median residence is a second
@@ -319,7 +319,7 @@ def test_without_a_bound_it_waits_as_long_as_small_ones_come() -> None:
     assert driver.held(large)
 
 
-def test_of_those_that_waited_too_long_the_one_goes_first_that_waits_for_longest() -> None:
+def test_longest_waiting_of_overdue_programs_goes_first() -> None:
     """Sizes do not matter."""
     driver = one_at_a_time(bound_ratio=0.0)
     holder = driver.arrives("holder", 10)
@@ -346,7 +346,7 @@ def test_without_patience_waits_are_in_order_before_any_program_ended() -> None:
     assert [program.program_id for program in driver.scheduler.view.waiting()] == ["large", "small"]
 
 
-def test_of_two_alike_the_one_goes_first_that_began() -> None:
+def test_started_one_of_two_equal_programs_goes_first() -> None:
     """It counts half, so it precedes a new one that is a little smaller, but not one that is much smaller."""
     for new_tokens, began_goes_first in ((900, True), (100, False)):
         driver = Driver(load_policy("cap", {"n": 1, "order": "least-area"}), replicas={"r0": 1_000_000})

@@ -44,7 +44,7 @@ def test_room_is_made_of_who_expired() -> None:
     assert driver.home("a") is None or driver.held(third)
 
 
-def test_one_that_is_bound_passes_the_first_that_waits_as_others_do() -> None:
+def test_routed_program_may_overtake_the_queue_head() -> None:
     """Behind one that fits nowhere it would keep its replica from all others, though there is room for them."""
     settings = {"reserve_tokens": 0, "growth_quantile": 0.0, "admission": "window", "admission.n": 100}
     driver = Driver(load_policy("mars", settings), replicas={"r0": 40_000, "r1": 40_000})
@@ -78,7 +78,7 @@ def test_memory_is_taken_from_the_largest_at_its_tool() -> None:
     assert not driver.held(back)
 
 
-def test_one_of_a_lower_level_at_its_tool_makes_room() -> None:
+def test_lower_level_program_at_its_tool_makes_room() -> None:
     """A turn of a higher level gets the room if that one alone is enough; a turn of its own level does not."""
     driver = driver_with(warm_ratio=1e6)
     for name, tokens in (("small", 6000), ("large", 40_000), ("other", 40_000)):
@@ -95,7 +95,7 @@ def test_one_of_a_lower_level_at_its_tool_makes_room() -> None:
     assert driver.home("other") is None
 
 
-def test_what_grows_over_the_memory_is_marked_and_unmarked() -> None:
+def test_growth_beyond_the_memory_is_marked_and_unmarked() -> None:
     """The largest with a turn pauses at its end, unless there is room again."""
     driver = driver_with()
     first = driver.arrives("first", 50_000)
@@ -125,13 +125,13 @@ def test_a_small_one_passes_a_large_one_that_does_not_fit() -> None:
     assert not driver.held(small)
 
 
-def test_one_larger_than_every_replica_goes_at_once() -> None:
+def test_program_larger_than_every_replica_goes_at_once() -> None:
     """The engine decides what happens to it."""
     driver = driver_with(1000)
     assert not driver.held(driver.arrives("giant", 2000))
 
 
-def test_what_branches_have_in_common_makes_no_program_larger_than_every_replica() -> None:
+def test_common_tokens_of_branches_do_not_make_a_program_too_large() -> None:
     """Two of 60,000 with 50,000 in common are 70,000, and wait for room."""
     driver = driver_with()
     prefix = {"system": 50_000}

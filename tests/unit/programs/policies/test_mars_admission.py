@@ -31,7 +31,7 @@ def admitted(driver: Driver) -> list[str | None]:
     return list(dict.fromkeys(grant.program_id for grant in grants))
 
 
-def test_it_grows_by_one_in_an_interval_and_shrinks_by_a_factor() -> None:
+def test_window_grows_by_one_per_interval_and_shrinks_by_a_factor() -> None:
     """Additively while both pressures are low, multiplicatively while one is high, never under its smallest."""
     driver = driver_with(window_max_count=20)
     admission = admission_of(driver)
@@ -178,7 +178,7 @@ def long_ones_behind_a_full_window(admission: str) -> Driver:
     return driver
 
 
-def test_where_all_are_long_the_first_that_fits_goes() -> None:
+def test_first_fitting_program_goes_where_all_are_long() -> None:
     """This is first fit: an oversized one at the head blocks none, and a smaller one does not pass one that fits."""
     assert admitted(long_ones_behind_a_full_window("mars"))[4:] == ["long"]
     assert admitted(long_ones_behind_a_full_window(FEW_LONG))[4:] == ["shorter"]
@@ -196,7 +196,7 @@ def test_a_short_one_outside_ends_first_fit() -> None:
     assert admitted(driver) == ["in", "short"]
 
 
-def test_as_many_long_programs_are_in_as_there_are_places() -> None:
+def test_long_programs_are_bounded_by_their_places() -> None:
     """The paper does not bound their number, and no program waits for short ones that may come."""
     driver = driver_with(10_000_000, window_max_count=8)
     for number in range(5):
@@ -278,7 +278,7 @@ def test_a_long_program_waits_for_short_ones() -> None:
     assert not driver.held(long)
 
 
-def test_where_nobody_is_in_one_goes_whatever_it_takes() -> None:
+def test_program_goes_in_whatever_it_takes_where_nobody_is_in() -> None:
     """Otherwise a program larger than the rest under the mark would wait for ever."""
     driver = driver_with(window_min_count=1, window_max_count=1)
     turn_id = driver.arrives("a", 100)
@@ -289,7 +289,7 @@ def test_where_nobody_is_in_one_goes_whatever_it_takes() -> None:
     assert not driver.held(giant)
 
 
-def test_it_says_when_the_window_moves_and_why() -> None:
+def test_moved_window_says_why() -> None:
     """The information stream has these signals."""
     driver = driver_with(window_max_count=10, window_min_count=2)
     heard: list[Signal] = []

@@ -38,7 +38,7 @@ def test_a_warm_return_is_at_the_highest_level_however_long_its_history() -> Non
     assert priority_of(driver, driver.arrives("a", 50_500)) == 0
 
 
-def test_who_was_served_much_lately_goes_behind() -> None:
+def test_recently_served_program_goes_behind() -> None:
     """A quarter of the window's tokens counts; after the window none does."""
     driver = driver_with()
     driver.takes_turn("a", 50_000)
@@ -50,7 +50,7 @@ def test_who_was_served_much_lately_goes_behind() -> None:
     assert priority_of(calm, calm.arrives("a", 50_500)) == 0
 
 
-def test_what_a_failed_turn_computed_counts_too() -> None:
+def test_failed_turn_counts_what_it_computed() -> None:
     """It took the engine's time, too."""
     driver = driver_with()
     driver.fails(driver.arrives("a", 50_000))
@@ -58,7 +58,7 @@ def test_what_a_failed_turn_computed_counts_too() -> None:
     assert priority_of(driver, driver.arrives("a", 5000)) == 2
 
 
-def test_who_waited_goes_up_by_a_level_for_each_promotion_time() -> None:
+def test_waiting_program_rises_a_level_per_promotion_time() -> None:
     """It rises to level 0 at most, so the wait of the lowest level is bounded."""
     driver = driver_with()
     driver.suspends()
@@ -104,7 +104,7 @@ def test_the_order_is_the_begin_of_the_wait_and_a_time_for_each_level() -> None:
     assert all(turn_id in driver.granted_on for turn_id in (large, small, late))
 
 
-def test_who_comes_back_from_a_long_tool_passes_nobody_that_waited_meanwhile() -> None:
+def test_program_back_from_a_long_tool_overtakes_nobody_that_waited_meanwhile() -> None:
     """Its wait counts from now, not since its tool began; the check whether it may go at once uses that too."""
     driver = Driver(load_policy("ttl", {"order": "mars", "ttl_s": 1.0, "reserve_tokens": 0}), replicas={"r0": 1000})
     driver.takes_turn("back", 300)

@@ -63,7 +63,7 @@ def test_shorter_answers_go_first_within_a_step() -> None:
     assert order == [short, also_short, long]
 
 
-def test_who_has_more_turns_waits_behind_who_has_fewer() -> None:
+def test_program_with_more_turns_waits_behind_one_with_fewer() -> None:
     """This holds in the paused queue and in the engine."""
     driver = driver_of("orbit-step")
     for _ in range(12):

@@ -51,7 +51,7 @@ def test_parts_that_are_not_there_are_refused(settings: dict[str, str | int], co
         load_policy("passthrough", settings)
 
 
-def test_who_is_not_admitted_waits_outside() -> None:
+def test_program_outside_the_window_waits_outside() -> None:
     """It waits in order of arrival until one ends; its other turns wait with it, and at its tool it stays admitted."""
     driver = Driver(load_policy("passthrough", {"admission": "window", "admission.n": 1}))
     first = driver.arrives("a", 10)
@@ -70,7 +70,7 @@ def test_who_is_not_admitted_waits_outside() -> None:
     assert driver.scheduler.book.admitted_count == 1
 
 
-def test_who_is_admitted_may_still_wait_for_room() -> None:
+def test_admitted_program_may_still_wait_for_room() -> None:
     """Admission comes before memory."""
     settings = {"admission": "window", "admission.n": 2, "ttl_s": 100.0, "reserve_tokens": 0}
     driver = Driver(load_policy("ttl", settings), replicas={"r0": 100})
@@ -137,7 +137,7 @@ def test_a_child_of_who_is_in_is_let_in() -> None:
     assert driver.scheduler.book.admitted_count == 3
 
 
-def test_who_is_dismissed_loses_its_claim_and_waits_outside() -> None:
+def test_dismissed_program_loses_its_claim_and_waits_outside() -> None:
     """An admission that shrinks dismisses programs between two of their turns."""
     policy = load_policy("passthrough", {"admission": "tests.builders:Breathing"})
     driver = Driver(policy)

@@ -75,7 +75,7 @@ def runs_for(driver: Driver, turn_id: int, first_token_s: float, rest_s: float, 
     driver.finishes(turn_id, tokens, 100, cached)
 
 
-def test_who_waits_twice_as_long_as_it_was_served_goes_first() -> None:
+def test_program_that_waits_twice_its_service_goes_first() -> None:
     """A prefill of 0.2 s is service, the 3 s before are not: the ratio is over 2; 1 s of service later it is less."""
     driver = driver_with(Plas(starved_ratio=2.0))
     for _ in range(6):  # enough to learn the speed of prefill
@@ -113,7 +113,7 @@ def test_inf_promotes_nobody() -> None:
     assert next_priority(driver, "a")[1] == 1
 
 
-def test_what_a_program_got_is_forgotten_when_it_ends() -> None:
+def test_service_of_a_program_is_forgotten_when_it_ends() -> None:
     """A new program of that name begins at the first level, and nothing of the old one is left."""
     part = Plas()
     driver = driver_with(part)
@@ -124,7 +124,7 @@ def test_what_a_program_got_is_forgotten_when_it_ends() -> None:
     assert next_priority(driver, "a")[1] == 0
 
 
-def test_as_an_order_it_serves_the_lower_level_first_and_inside_it_who_came_first() -> None:
+def test_order_serves_lower_levels_first_then_by_arrival() -> None:
     """A held program with much service waits behind two later ones with little."""
     driver = Driver(Composed(Ttl(ttl_s=0.0, reserve_tokens=0), order=Plas(first_tokens=300)), replicas={"r0": 1000})
     driver.takes_turn("much", 400)
@@ -139,7 +139,7 @@ def test_as_an_order_it_serves_the_lower_level_first_and_inside_it_who_came_firs
     assert [held[each.turn_id] for each in decisions if isinstance(each, Grant)] == ["little", "new", "much"]
 
 
-def test_who_comes_back_after_a_failed_turn_waits_like_others() -> None:
+def test_program_back_after_a_failed_turn_waits_like_others() -> None:
     """Its wait begins with its turn, although no tool ended, and not with its program."""
     driver = Driver(load_policy("ttl", {"ttl_s": 1.0, "reserve_tokens": 0, "order": "plas"}), replicas={"r0": 1000})
     driver.fails(driver.arrives("failed", 300))

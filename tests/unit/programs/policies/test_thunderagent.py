@@ -40,7 +40,7 @@ def a_full_replica(driver: Driver, **tokens: int) -> dict[str, int]:
 # --- When it thrashes [Eq. 7]
 
 
-def test_at_exactly_its_capacity_a_replica_does_not_thrash() -> None:
+def test_replica_at_exactly_its_capacity_does_not_thrash() -> None:
     """C < sum is strict: at 1000 of 1000 nothing happens, at 1001 one program is marked."""
     driver = driver_with()
     turns = a_full_replica(driver, a=400, b=600)
@@ -204,7 +204,7 @@ def test_a_marked_program_still_fills_its_memory() -> None:
     assert driver.granted_on[waiting] == "r0"
 
 
-def test_where_no_capacity_is_known_programs_are_spread() -> None:
+def test_programs_are_spread_where_no_capacity_is_known() -> None:
     """Every replica has infinite room: demand decides for arrivals, and for restores after an outage."""
     driver = driver_with(r0=None, r1=None, r2=None)
     for number in range(6):
@@ -300,7 +300,7 @@ def test_settings_that_mean_nothing_are_refused(wrong: dict[str, float], named: 
         ThunderAgent(**wrong)
 
 
-def test_the_settings_of_the_public_ports() -> None:
+def test_settings_match_those_of_the_public_ports() -> None:
     """Above 950 of 1000 it pauses, down to 800; it restores up to 850."""
     ports = ThunderAgent(
         half_life_s=inf, thrash_ratio=0.95, lambda_max=0.8, restore_ratio=0.85, lambda_min=0.85, reserve_tokens=0

@@ -32,7 +32,7 @@ def test_returning_programs_are_restored_before_new_ones_then_those_whose_tools_
     assert of_kind(Restore, driver.ticks(5.0)) == ["returns", "new", "rests"]
 
 
-def test_what_is_restored_is_placed_largest_first_where_most_room_is() -> None:
+def test_restored_programs_are_placed_largest_first_where_most_room_is() -> None:
     """Of 700 and 300 the larger goes first; 300 then fits on the other replica alone."""
     driver = driver_with(r0=800, r1=600)
     driver.takes_turn("a", 800)
@@ -44,7 +44,7 @@ def test_what_is_restored_is_placed_largest_first_where_most_room_is() -> None:
     assert restored_on(driver.ticks(5.0)) == {"big": "r0", "small": "r1"}
 
 
-def test_one_that_does_not_fit_is_passed_over() -> None:
+def test_program_that_does_not_fit_is_skipped() -> None:
     """The next group's smaller one is let in, where the paper would wait for the first."""
     driver = driver_with()
     driver.takes_turn("returns", 600)

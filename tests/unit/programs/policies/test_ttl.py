@@ -78,7 +78,7 @@ def test_the_end_of_a_claim_lets_in_who_waits_the_oldest_first() -> None:
     assert not driver.held(young)
 
 
-def test_what_grows_over_the_capacity_is_mended_at_once() -> None:
+def test_growth_beyond_the_capacity_is_mended_at_once() -> None:
     """The longest idle is paused first; then the youngest with a turn is marked."""
     driver = driver_with(ttl_s=100.0)
     driver.takes_turn("idle", 100)
@@ -98,7 +98,7 @@ def test_what_grows_over_the_capacity_is_mended_at_once() -> None:
     assert of_kind(Mark, driver.ticks(1.0)) == ["second"]
 
 
-def test_one_larger_than_every_replica_goes_at_once() -> None:
+def test_program_larger_than_every_replica_goes_at_once() -> None:
     """The engine decides what happens to it."""
     driver = driver_with()
     driver.takes_turn("a", 900)

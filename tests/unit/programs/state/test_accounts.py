@@ -118,7 +118,7 @@ def test_a_turn_whose_first_byte_came_with_its_last_is_split_by_the_engines_spee
     assert costs.decode_token_s == pytest.approx(1050 * (10 - prefill_s))
 
 
-def test_where_the_engine_is_silent_the_replicas_hit_rate_stands_in() -> None:
+def test_hit_rate_of_the_replica_stands_in_where_the_engine_is_silent() -> None:
     """cached None with a hit rate of 40 % books what cached 400 of 1000 books; None without a rate books no hit."""
     assert booked(cached=None, hit_ratio=0.4) == booked(cached=400)
     assert booked(cached=None, hit_ratio=0.0) == booked(cached=0)
@@ -150,7 +150,7 @@ def test_a_turn_that_produced_nothing_and_took_no_time_costs_nothing() -> None:
     assert booked(started_s=None, ended_s=0.0, prompt=0, output=0, cached=None, known=0) == Costs()
 
 
-def test_what_prefill_does_not_take_was_waited_in_the_engines_queue() -> None:
+def test_time_beyond_prefill_is_time_in_the_engine_queue() -> None:
     """600 tokens at a millisecond each are 0.6 of the 2 s to the first byte; for the rest the prompt had no memory."""
     costs = booked(prefill_token_s=0.001)
     assert costs.prefill_token_s + costs.recompute_token_s == pytest.approx(1000 * 0.6)
@@ -300,7 +300,7 @@ def test_the_weighed_sum_is_the_left_side_of_equation_7() -> None:
     assert account.demand_tokens == 750
 
 
-def test_what_a_removed_replicas_memory_was_spent_on_stays_in_the_sum() -> None:
+def test_memory_spent_on_a_removed_replica_stays_in_the_sum() -> None:
     """A plot of costs over all replicas has no step down."""
     ledger = Ledger(60.0)
     for name, number in (("a", 1.0), ("b", 2.0), ("c", 4.0)):

@@ -88,7 +88,7 @@ def test_an_engine_whose_counters_say_nothing_is_never_frozen(of: Counters) -> N
     assert polls(Stillness(LIMIT_S), of, since_s=0, until_s=300) == 301
 
 
-def test_whatever_moves_is_life() -> None:
+def test_any_progress_counts_as_life() -> None:
     """A counter, a byte of a turn, a request that ended; new requests are none."""
     stillness = Stillness(LIMIT_S)
     for now_s in range(300):
@@ -184,7 +184,7 @@ def test_a_cache_that_is_merely_bad_has_not_collapsed(before: float, now: float)
     assert not keeping.has_collapsed
 
 
-def test_what_was_kept_before_memory_was_short_is_not_expected() -> None:
+def test_cache_kept_before_memory_was_short_is_not_expected() -> None:
     """An overloaded engine evicts what it kept: each program's next turn begins cold, and none after it."""
     keeping = Keeping()
     ended(keeping, 1.0)

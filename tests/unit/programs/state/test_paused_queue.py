@@ -59,7 +59,7 @@ def test_a_program_comes_before_all_waiting_only_if_its_rank_is_lower() -> None:
     assert queue.comes_before_all_waiting(new)
 
 
-def test_where_nobody_waits_for_a_replica_any_more_is_forgotten() -> None:
+def test_empty_queue_of_a_replica_is_forgotten() -> None:
     """The queue of one replica exists while a program waits in it."""
     queue = PausedQueue(by_claim)
     place = queue.place_at("r0")

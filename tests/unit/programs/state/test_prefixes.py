@@ -72,7 +72,7 @@ class Union:
 
 
 @given(STEPS)
-def test_what_is_shared_is_the_sum_of_claims_without_their_union(steps: list[tuple]) -> None:
+def test_shared_tokens_are_the_sum_of_claims_minus_their_union(steps: list[tuple]) -> None:
     """This holds for entries, exits and changes of size on every replica; nothing is left in the end."""
     tree, union = PrefixTree(), Union()
     shared_tokens = dict.fromkeys(REPLICAS, 0)
@@ -96,7 +96,7 @@ def test_what_is_shared_is_the_sum_of_claims_without_their_union(steps: list[tup
 
 
 @given(st.lists(st.tuples(PATHS, st.sampled_from(REPLICAS)), max_size=12), PATHS, st.integers(1, 3))
-def test_what_others_claim_of_a_chain(chains: list[tuple], path: tuple[int, ...], count: int) -> None:
+def test_others_claims_of_a_chain_are_counted(chains: list[tuple], path: tuple[int, ...], count: int) -> None:
     """These are the tokens at its begin that at least `count` chains there have in common."""
     tree, union = PrefixTree(), Union()
     for each, where in chains:
@@ -133,7 +133,7 @@ def test_a_program_is_measured_by_what_it_adds_to_the_demand_and_takes_from_it(
     )
 
 
-def test_three_programs_with_one_system_prompt_by_hand() -> None:
+def test_three_programs_with_one_system_prompt_match_a_calculation_by_hand() -> None:
     """100 tokens are common to all, 50 more to two of them: 250 are claimed too often."""
     tree = PrefixTree()
     two, one = ((1, 100), (2, 150)), ((1, 100), (3, 180))

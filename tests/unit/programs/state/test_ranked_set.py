@@ -41,7 +41,7 @@ class SortedModel:
 
 
 @given(STEPS, st.integers(1, 70))
-def test_it_is_a_sorted_list(steps: list[tuple[str, int, float]], looked_at_each: int) -> None:
+def test_ranked_set_is_a_sorted_list(steps: list[tuple[str, int, float]], looked_at_each: int) -> None:
     """After adds, new ranks and discards it has the first, order, length and members of a sorted list.
 
     This holds however many came since the last look.

@@ -63,7 +63,7 @@ class NaiveMemory:
 
 
 @given(STEPS)
-def test_it_is_a_list_of_which_the_oldest_goes_first(steps: list[tuple[str, int, int]]) -> None:
+def test_residency_evicts_the_oldest_first(steps: list[tuple[str, int, int]]) -> None:
     """This holds whatever is used, left, reported or cleared, in a memory of any size."""
     residency, naive = Residency(), NaiveMemory()
     for kind, generation, tokens in steps:
@@ -93,7 +93,7 @@ def lies(residency: Residency, *generations: int) -> list[int]:
     return [residency.resident_tokens(generation) for generation in generations]
 
 
-def test_of_the_oldest_the_tail_goes_first() -> None:
+def test_residency_evicts_the_tail_of_the_oldest_first() -> None:
     """With 100, 200 and 300 in 500 the oldest goes, then a tail of the next."""
     residency = of_size(500)
     for generation in (1, 2, 3):
@@ -103,7 +103,7 @@ def test_of_the_oldest_the_tail_goes_first() -> None:
     assert lies(residency, 1, 2, 3, 4) == [0, 50, 300, 150]
 
 
-def test_whoever_is_used_again_is_the_newest() -> None:
+def test_used_context_becomes_the_newest() -> None:
     """Of two equals, the one that was not used again goes."""
     residency = of_size(500)
     for generation in (1, 2, 1):
@@ -112,7 +112,7 @@ def test_whoever_is_used_again_is_the_newest() -> None:
     assert lies(residency, 1, 2, 3) == [200, 100, 200]
 
 
-def test_what_is_in_use_is_never_taken() -> None:
+def test_context_in_use_is_never_evicted() -> None:
     """This holds even if more is used than fits."""
     residency = of_size(500)
     residency.use(1, 400)
@@ -132,7 +132,7 @@ def test_an_engine_that_lost_its_memory_has_nothing() -> None:
     assert repr(residency) == "<Residency 0 in use, 0 idle, of 500 tokens>"
 
 
-def test_what_the_engine_says_replaces_the_estimate_of_who_has_no_turn() -> None:
+def test_engine_report_replaces_the_estimate_of_idle_programs() -> None:
     """For a program with a turn the report is already old."""
     residency = of_size(500)
     turn(residency, 1, 100)
@@ -162,7 +162,7 @@ def test_a_second_branch_counts_in_full_while_it_runs() -> None:
     assert driver.scheduler.replicas["r0"].residency.resident_tokens(program.generation) == 11_000
 
 
-def test_what_branches_have_in_common_is_not_found_where_nobody_else_has_it() -> None:
+def test_common_tokens_of_branches_are_not_shared_with_others() -> None:
     """Two branches claim it, and it is in memory once: the main turn finds none of it on its next replica."""
     driver = Driver(BreakEven(), replicas={"r0": 100_000, "r1": 100_000})
     prefix = {"system": 4000}

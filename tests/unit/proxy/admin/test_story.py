@@ -67,7 +67,7 @@ def test_the_head_of_the_queue_waits_for_the_tokens_that_are_missing() -> None:
     assert waiting.what_must_happen == "300 tokens must become free on r0"
 
 
-def test_who_is_not_the_head_of_the_queue_waits_for_others_first() -> None:
+def test_program_behind_the_queue_head_waits_for_others_first() -> None:
     """There are one or several others; a program that would fit waits only for them."""
     driver = full()
     for name, tokens in (("a", 500), ("b", 600), ("c", 700)):
@@ -88,7 +88,7 @@ def test_who_is_not_the_head_of_the_queue_waits_for_others_first() -> None:
     )
 
 
-def test_it_goes_where_least_is_missing() -> None:
+def test_program_goes_where_least_is_missing() -> None:
     """Of several replicas the sentence names one; the report has them all."""
     driver = driven(PLAIN, replicas={"r0": 1000, "r1": 1000})
     driver.arrives("x", 900)
@@ -145,7 +145,7 @@ def test_without_a_replica_one_must_come_up() -> None:
     assert (waiting.replicas, waiting.what_must_happen) == ([], "a replica must come up")
 
 
-def test_what_is_suspended_is_said_of_where_it_may_go() -> None:
+def test_suspension_is_reported_of_replicas_where_the_program_may_go() -> None:
     """A bound program reports a suspension of its own replica; an unbound one only a suspension of all replicas."""
     driver = full(replicas={"r0": 1000, "r1": 1000})
     driver.routes("class", "to-r0", r0=1)
@@ -161,7 +161,7 @@ def test_what_is_suspended_is_said_of_where_it_may_go() -> None:
     assert waiting_of(driver, "anywhere").what_must_happen.endswith("suspended for: weights, sleep")
 
 
-def test_who_is_not_admitted_must_be_while_anything_grants() -> None:
+def test_program_outside_the_window_must_be_admitted_while_anything_grants() -> None:
     """Its route's replica grants nothing, but the program may be admitted before that."""
     driver = full(load_policy("passthrough", {"admission": "window", "admission.n": 1}), replicas={"r0": 9, "r1": 9})
     driver.routes("class", "to-r0", r0=1)
@@ -229,7 +229,7 @@ def test_an_active_program_whose_tool_runs_holds_its_claim() -> None:
     assert holding.hold_until_in_s == -2.0
 
 
-def test_who_is_held_for_ever_has_no_end() -> None:
+def test_hold_without_end_reports_no_end() -> None:
     driver = Driver(Cap(n=1))
     driver.takes_turn("a", 100)
     holding = story_of(driver, "a").holding

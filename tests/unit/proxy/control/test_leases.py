@@ -25,7 +25,7 @@ from thunderagent.proxy.wire.aiohttp_server import Runner
 from thunderagent.runtime import Runtime
 
 
-def test_what_is_usual_for_control_stands_in_the_configuration_alone() -> None:
+def test_usual_control_routes_stand_in_the_configuration_alone() -> None:
     """A second default might differ some day."""
     assert [field.name for field in fields(EngineControlSettings) if field.default is not MISSING] == []
 
@@ -52,7 +52,7 @@ async def test_a_lease_on_a_replica_that_was_removed_just_now_is_given_back() ->
         await runner.cleanup()
 
 
-async def test_those_that_wait_for_their_keys_part_are_let_in_in_order_and_refused_at_the_end() -> None:
+async def test_turns_that_wait_for_their_keys_share_go_in_order_and_are_refused_at_the_end() -> None:
     """A lease that ends lets the next in; one whose caller leaves is in nobody's way."""
     replicas = ReplicaMap()
     replicas.push([ReplicaState("r", capacity_tokens=100)])

@@ -104,7 +104,7 @@ async def test_only_the_probe_s_own_leaving_ends_it() -> None:
     assert await breakers.admit("a") is None
 
 
-async def test_who_waits_for_a_probe_that_fails_is_not_sent() -> None:
+async def test_turn_that_waits_for_a_failing_probe_is_not_sent() -> None:
     runtime, breakers = breakers_of("a", "b")
     await half_open(runtime, breakers)
     runtime.replica_up("b")

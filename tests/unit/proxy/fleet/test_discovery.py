@@ -42,7 +42,7 @@ def test_a_named_replica_is_there_and_open_after_its_first_poll() -> None:
     assert [each.sources for each in setup.replicas.known.values()] == [("file",), ("file",)]
 
 
-async def test_one_that_nobody_names_leaves_when_nothing_is_in_flight() -> None:
+async def test_unnamed_replica_leaves_when_nothing_is_in_flight() -> None:
     """A turn, or a request without a lease, keeps it; then all parts forget it, by an event that a replay has."""
     setup = Setup()
     setup.names("file", A, B)
@@ -63,7 +63,7 @@ async def test_one_that_nobody_names_leaves_when_nothing_is_in_flight() -> None:
     assert [each.replica_id for each in setup.events if isinstance(each, ReplicaRemoved)] == ["a:1"]
 
 
-async def test_one_that_is_busy_for_too_long_is_removed_all_the_same() -> None:
+async def test_replica_busy_for_too_long_is_removed_all_the_same() -> None:
     setup = Setup(DiscoverySettings(drain_limit_s=10.0))
     setup.names("file", A)
     setup.comes_up("a:1")
@@ -101,7 +101,7 @@ async def test_several_sources_are_a_union() -> None:
         assert setup.replicas.known["b:2"].sources == ("dns",)
 
 
-async def test_what_the_api_adds_stays_and_what_it_drains_stays_drained() -> None:
+async def test_replica_added_by_the_api_stays_and_a_drained_one_stays_drained() -> None:
     setup = Setup()
     async with running(setup):
         assert setup.discovery.add(Wanted(A)) == (["a:1"], True)
@@ -121,7 +121,7 @@ async def test_what_the_api_adds_stays_and_what_it_drains_stays_drained() -> Non
         assert setup.replicas.known["a:1"].sources == (API,)
 
 
-async def test_what_the_api_removes_stays_away_until_its_source_dropped_it_once() -> None:
+async def test_replica_removed_by_the_api_stays_away_until_its_source_drops_it_once() -> None:
     setup = Setup()
     async with running(setup):
         setup.names("file", A, B)
@@ -152,7 +152,7 @@ async def test_a_pod_that_is_about_to_go_drains_and_may_come_back() -> None:
     assert setup.open == [], "only the admin API's word was undone"
 
 
-async def test_one_that_leaves_cannot_be_undrained_but_added_again() -> None:
+async def test_leaving_replica_cannot_be_undrained_but_added_again() -> None:
     setup = Setup()
     setup.names("file", A)
     setup.comes_up("a:1")
@@ -178,7 +178,7 @@ async def test_a_forced_removal_does_not_wait() -> None:
         await setup.discovery.remove_now("a:1")
 
 
-async def test_one_that_cannot_be_followed_is_left_out_and_harms_nobody() -> None:
+async def test_replica_that_cannot_be_followed_is_left_out_and_harms_nobody() -> None:
     """If a source names it, it is logged; the admin API refuses it; no part keeps half of it."""
     setup = Setup()
     setup.follower.refuses = {"a:1"}
@@ -193,7 +193,7 @@ async def test_one_that_cannot_be_followed_is_left_out_and_harms_nobody() -> Non
     assert setup.discovery.add(Wanted(A)) == (["a:1"], True)
 
 
-async def test_one_that_is_named_in_another_way_leaves_and_comes_again() -> None:
+async def test_renamed_replica_leaves_and_comes_again() -> None:
     """It has a password now: the id is the same, the address to connect to is another one."""
     setup = Setup()
     setup.names("file", A)

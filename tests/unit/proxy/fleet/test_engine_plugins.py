@@ -133,7 +133,7 @@ async def test_an_engine_without_it_is_asked_once(status: int) -> None:
         assert setup.plugins.on_ids == {"a", "b"}
 
 
-async def test_what_is_no_report_is_no_plugin() -> None:
+async def test_answer_without_a_report_means_no_plugin() -> None:
     """Even with status 200."""
     async with speaking(Engine(said={"models": []})) as setup:
         setup.poll(POLLS_COUNT)
@@ -141,7 +141,7 @@ async def test_what_is_no_report_is_no_plugin() -> None:
         assert (len(setup.engine.asked), setup.plugins.on_ids) == (1, set())
 
 
-async def test_one_that_does_not_answer_is_asked_again_at_the_tenth_poll() -> None:
+async def test_engine_without_an_answer_is_asked_again_at_the_tenth_poll() -> None:
     """It may only be busy: it answers between two steps."""
     async with speaking(Engine(status=503)) as setup:
         assert setup.plugins.on_ids == set()
@@ -164,7 +164,7 @@ async def test_if_it_is_not_wanted_nobody_is_asked() -> None:
         assert repr(setup.plugins) == "<EnginePlugins 0 of 0 engines, 0 messages waiting>"
 
 
-async def test_other_kinds_of_engines_are_not_asked() -> None:
+async def test_unrelated_kinds_of_engines_are_not_asked() -> None:
     """They have no such path. One whose kind is found late is asked at its next poll."""
     backend = backend_of("auto")
     plugins = EnginePlugins({"a": KnownReplica(ReplicaEndpoint("a", "http://a", backend))}, 1.0)
@@ -307,7 +307,7 @@ def test_a_body_keeps_what_is_its_client_s(body: bytes, changed: bytes) -> None:
     assert with_words(body, "p", 5.0) == changed
 
 
-def test_another_session_in_the_body_is_replaced() -> None:
+def test_foreign_session_in_the_body_is_replaced() -> None:
     """VLLM prefers it to the header; then the engine would know the program by another name than the proxy."""
     assert with_words(b'{"session_id": "mine", "a": 1}', "p", None) == b'{"session_id":"p", "a": 1}'
     for body in (b'{"session_id": "p"}', b'{"a": {"session_id": "mine"}}'):

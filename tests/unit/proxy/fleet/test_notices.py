@@ -136,7 +136,7 @@ async def test_an_engine_without_the_path_is_not_asked_again_until_it_comes_up_a
 
 
 @pytest.mark.parametrize("status", [400, 401, 500, 503])
-async def test_one_failure_of_an_engine_that_took_notices_is_no_refusal(status: int) -> None:
+async def test_single_failure_of_an_engine_that_took_notices_is_no_refusal(status: int) -> None:
     """The path exists: the next notice is sent."""
     async with sending() as (sender, engine):
         sender.send("a", CLOSE)
@@ -148,7 +148,7 @@ async def test_one_failure_of_an_engine_that_took_notices_is_no_refusal(status: 
         await until(lambda: engine.count(CLOSE) == 3)
 
 
-async def test_too_many_are_dropped_and_memory_is_bounded() -> None:
+async def test_excess_notices_are_dropped_and_memory_is_bounded() -> None:
     """At most the limit waits for an engine that hangs."""
     async with sending(max_waiting_count=5) as (sender, engine):
         engine.hangs = {CLOSE.path}

@@ -36,7 +36,7 @@ def test_only_the_engine_s_own_sentence_is_a_refusal() -> None:
     assert not how.is_refusal(b"the high-priority tool is not known")
 
 
-def test_what_is_no_object_to_put_it_into_is_left() -> None:
+def test_body_that_is_no_object_is_left_alone() -> None:
     """So is a body that already has one."""
     for body in (b"", b"[1]", b"{}", b" { } ", b'{"a": ', b'{"priority": null}', b'{"b": 1, "priority": 2}', b"\xff"):
         assert with_priority(body, 1) == body

@@ -140,7 +140,7 @@ def test_a_reading_that_failed_takes_nothing_out_of_what_is_counted() -> None:
     assert heard(reading(500, 100), failed, failed, reading(1500, 600))[1:] == [polled(0.5, 1000)]
 
 
-def test_what_an_engine_does_not_say_stays_unknown() -> None:
+def test_figure_that_an_engine_does_not_report_stays_unknown() -> None:
     """Such engines report no preemptions, or no hits."""
     assert heard(reading(0, 0), reading(10, 5))[1:] == [polled(0.5, 10, None)]
     assert heard(reading(0, None, 0), reading(10, None, 0))[1:] == [polled(None, 10, 0)]
@@ -174,7 +174,7 @@ def test_a_tier_is_told_of_by_what_was_asked_of_it_since() -> None:
     assert told_of == [(100, 40), (150, 150), (30, 30)]
 
 
-def test_of_a_tier_that_was_not_read_before_nothing_is_told() -> None:
+def test_tier_that_was_never_read_is_not_reported() -> None:
     """The engine may have run for days: its totals are not only from the last poll on."""
     runtime, events = overheard()
     polls = Polls(runtime, Replicas(runtime, [ReplicaEndpoint("r0", "http://r0", backend_of("vllm"))]))

@@ -41,7 +41,7 @@ from thunderagent.proxy.reading.target import Target
         ("POST", "/something/new", None),
     ],
 )
-def test_what_a_route_needs(method: str, route_path: str, access: Access | None) -> None:
+def test_every_route_needs_its_access(method: str, route_path: str, access: Access | None) -> None:
     """Method and path decide, whatever the parts of the path are called."""
     assert access_of_route(method, route_path) is access
 
@@ -102,7 +102,7 @@ def test_no_spelling_hides_that_an_engine_is_controlled(path: str) -> None:
         "/%2570ause",
     ],
 )
-def test_what_engines_do_for_programs_controls_nothing(path: str) -> None:
+def test_engine_calls_for_programs_control_nothing(path: str) -> None:
     """A program may have any name."""
     assert not is_engine_control(Target.parse(path))
 
@@ -146,7 +146,7 @@ def test_a_path_that_nobody_knows_is_for_whom_the_operator_says(method: str, pat
         ("POST", "/v2/rerank"),
     ],
 )
-def test_what_engines_do_for_programs_takes_a_data_key(method: str, path: str) -> None:
+def test_engine_calls_for_programs_take_a_data_key(method: str, path: str) -> None:
     """The operator's setting for other paths does not matter."""
     assert {engine_access(Target.parse(path), method, each) for each in ForwardUnknown} == {Access.DATA}
 
@@ -180,7 +180,7 @@ def test_every_request_that_can_generate_takes_a_lease(method: str, path: str, u
     assert use_of(Target.parse(path), method) is use
 
 
-def test_what_a_login_opens_is_ours_to_show() -> None:
+def test_pages_opened_by_a_login_may_be_shown() -> None:
     """No engine gets such a request, and each has a route; the same path with another method takes a key."""
     for path in SHOWN:
         assert access_of_route("GET", path) in (Access.OPEN, Access.DATA, Access.ADMIN)

@@ -33,7 +33,7 @@ def test_a_body_that_comes_in_pieces_is_counted_as_it_comes() -> None:
     assert repr(held) == "<HeldTurns: 0 turns, 0 bytes>"
 
 
-def test_one_body_is_kept_however_large_it_is() -> None:
+def test_single_body_is_kept_however_large() -> None:
     """Otherwise it could never be kept; another limit bounds the size of a body."""
     held = held_turns(body_bytes=100)
     KeptBody(held).grow(1000)

@@ -31,7 +31,7 @@ async def test_a_burst_passes_and_the_rest_waits_in_the_order_in_which_it_came()
         await ours.wait("b")
 
 
-async def test_who_leaves_the_line_leaves_no_debt() -> None:
+async def test_request_that_leaves_the_line_leaves_no_debt() -> None:
     """A client that gives up and retries does not wait for its abandoned request."""
     ours = limits(50, 1)
     await ours.wait("a")

@@ -70,7 +70,7 @@ def test_a_broken_body_is_refused(packed: bytes) -> None:
 
 
 @pytest.mark.parametrize("encodings", ["br", "gzip, br", "gzip, gzip, gzip", "rot13"])
-def test_what_is_unknown_is_refused_with_what_is_known(encodings: str) -> None:
+def test_unknown_coding_is_refused_with_the_known_ones(encodings: str) -> None:
     """No engine reads it: it would say that the body is no JSON."""
     with pytest.raises(UnreadableEncodingError, match=r"deflate, gzip|2 at most"):
         ways_of(encodings)

@@ -138,7 +138,7 @@ def test_long_programs_lose_their_middle() -> None:
 
 
 @pytest.mark.parametrize(("text", "limit"), [("abc", 3), ("a" * 100, 20), ("a" * 100, 2), ("", 0)])
-def test_what_is_cut_is_no_longer_than_asked_for(text: str, limit: int) -> None:
+def test_cut_text_is_no_longer_than_asked_for(text: str, limit: int) -> None:
     """Only the mark is added, if there is room for nothing else."""
     assert len(cut(text, limit)) <= max(limit, len(GAP))
 
@@ -341,7 +341,7 @@ async def test_questions_are_as_short_as_was_asked_for() -> None:
     assert len(court.oracle.asked[0]["messages"][0]["content"]) <= 4000
 
 
-async def test_of_a_program_only_the_newest_waits() -> None:
+async def test_newest_question_of_a_program_alone_waits() -> None:
     """Questions of an ended program are dropped."""
     court = Court(Oracle(), every_turns_count=1)
     court.takes_turns("a", 3)
@@ -405,7 +405,7 @@ async def test_each_step_can_be_judged() -> None:
     assert program.level is Level.LOWEST
 
 
-async def test_so_many_questions_are_open_at_a_time() -> None:
+async def test_open_questions_are_bounded() -> None:
     """The rest wait for an answer to one of them."""
     court = Court(Oracle(completion(VERDICT)), every_turns_count=1, asked_count=3)
     court.oracle.may_answer.clear()
@@ -480,7 +480,7 @@ async def test_the_judge_is_told_how_many_rounds_there_are() -> None:
     assert "round 2 of at most 20, and" in court.oracle.asked[0]["messages"][0]["content"]
 
 
-def test_what_is_kept_of_programs_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_programs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one program the first agent and the last others; of all, those heard last; of an ended one, nothing."""
     court = Court(Oracle(), every_turns_count=100)
     for number in range(judge.MAX_AGENTS_COUNT + 3):

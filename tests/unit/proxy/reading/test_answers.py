@@ -46,7 +46,7 @@ def test_an_answer_that_calls_is_decoded_once(path: str, answer: dict[str, Any],
 
 
 @IN_EVERY_API
-def test_what_is_odd_in_the_one_leaves_the_other(path: str, answer: dict[str, Any], usage: Usage) -> None:
+def test_odd_field_leaves_the_others_readable(path: str, answer: dict[str, Any], usage: Usage) -> None:
     """An answer with unreadable calls still has its usage, and one with unreadable usage still has its calls."""
     dialect, counts = TURN_DIALECTS[path], "meta_info" if "meta_info" in answer else "usage"
     odd_calls = {**answer, "choices": "```", "output": "```"}

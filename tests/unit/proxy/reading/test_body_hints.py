@@ -55,7 +55,7 @@ def test_a_text_that_is_no_json_says_nothing(text: str) -> None:
 
 
 @pytest.mark.parametrize("model", [b'"\\ud800"', b'"\xed\xa0\x80"', b"NaN", b"[", b"3", b'{"a": 1}'])
-def test_what_is_no_name_of_a_model_is_left_to_the_engine(model: bytes) -> None:
+def test_invalid_model_name_is_left_to_the_engine(model: bytes) -> None:
     assert model_named(msgspec.Raw(model), b"") == ""
 
 
@@ -95,6 +95,6 @@ JSON = st.recursive(
 
 
 @given(JSON, JSON, JSON)
-def test_whatever_is_said_is_a_hint_within_its_bounds_or_none(first: Any, second: Any, third: Any) -> None:
+def test_every_hint_is_within_its_bounds_or_none(first: Any, second: Any, third: Any) -> None:
     hint = hint_in(first, second, third)
     assert hint is None or (hint.keep in ("", "retain", "offload") and 0 <= hint.confidence_ratio <= 1)

@@ -183,7 +183,7 @@ def test_several_choices_are_several_outputs() -> None:
     }
 
 
-def test_what_the_client_asked_for_stays() -> None:
+def test_fields_that_the_client_asked_for_stay() -> None:
     """A field of its own is read, and passed on."""
     asked = Asked(b"", ids_added=False, logprobs_added=True)
     got = Capture("vllm", CHAT, asked, streams=False).take_whole(ANSWERS["vllm chat+"].encode())
@@ -257,7 +257,7 @@ def test_token_api_asks_within_its_sampling_parameters() -> None:
         assert asked.logprobs_added
 
 
-def test_what_cannot_be_asked_is_left_alone() -> None:
+def test_body_that_cannot_carry_the_question_is_left_alone() -> None:
     """Messages of either engine, an unknown engine, and an echo, whose answer would change."""
     assert ask("vllm", "/v1/messages", b"{}", logprobs=True) is None
     assert ask("sglang", RESPONSES, b"{}", logprobs=True) is None

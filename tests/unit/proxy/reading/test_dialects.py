@@ -112,13 +112,13 @@ def fed(dialect: Dialect, *pieces: bytes) -> StreamUsage:
 
 @pytest.mark.parametrize(("dialect", "answer"), WHOLE.values(), ids=WHOLE)
 @pytest.mark.parametrize("encoding", [None, "gzip"])
-def test_a_whole_answer(dialect: Dialect, answer: object, encoding: str | None) -> None:
+def test_whole_answer_is_read(dialect: Dialect, answer: object, encoding: str | None) -> None:
     """The prompt count includes cached tokens."""
     assert usage_of(dialect, answer, encoding) == READ
 
 
 @pytest.mark.parametrize(("dialect", "events"), STREAMS.values(), ids=STREAMS)
-def test_a_stream_cut_at_every_byte(dialect: Dialect, events: tuple[bytes, ...]) -> None:
+def test_stream_cut_at_every_byte_is_read(dialect: Dialect, events: tuple[bytes, ...]) -> None:
     """It is cut in two, and into single bytes."""
     data = b"".join(events)
     for cut in range(1, len(data)):
@@ -137,7 +137,7 @@ def test_a_stream_with_other_line_ends(dialect: Dialect, events: tuple[bytes, ..
 @pytest.mark.parametrize(
     "data", ["[]", "null", "7", '"usage"', "{", '{"usage": 5}', '{"meta_info": [], "usage": {"input_tokens": "x"}}']
 )
-def test_what_cannot_be_read_says_nothing(dialect: Dialect, data: str) -> None:
+def test_unreadable_answer_says_nothing(dialect: Dialect, data: str) -> None:
     """This holds for whole answers and streams."""
     assert usage_of(dialect, data.encode()) == NO_USAGE
     assert usage_of(dialect, b"\xff\xfe") == NO_USAGE

@@ -90,7 +90,7 @@ def test_a_null_names_nobody() -> None:
     assert identified(b'{"program_id":null,"extra_body":{"program_id":null}}').program_id is None
 
 
-def test_other_peoples_fields_are_read_and_left_alone() -> None:
+def test_fields_of_other_clients_are_read_and_left_alone() -> None:
     """A program_id in messages is the client's business; one in metadata names the program, and stays."""
     body = b'{"metadata":{"program_id":"x"},"messages":[{"program_id":"y"}]}'
     turn = identified(body)
@@ -112,7 +112,7 @@ def test_each_of_other_peoples_fields_is_used_when_those_before_it_are_gone(numb
 
 
 @pytest.mark.parametrize("value", [None, "", 1.5, True, [], {}, "x" * 257, "a\nb"])
-def test_what_is_no_id_in_other_peoples_fields_is_no_error(value: object) -> None:
+def test_invalid_id_in_a_foreign_field_is_no_error(value: object) -> None:
     """A client that only changed its base URL must not be refused for a field of its own."""
     body = {"session_id": value, "metadata": value, "nvext": {"agent_context": value}, "prompt_cache_key": value}
     assert identified(json.dumps({**body, "conversation_params": {"conversation_id": "c"}}).encode()).program_id == "c"
@@ -456,7 +456,7 @@ def test_a_wrong_id_is_refused_whatever_its_source(source: str, body: bytes) -> 
 # --- The prompt
 
 
-def test_where_nobody_wants_to_know_no_prefix_is_digested() -> None:
+def test_no_prefix_is_digested_where_nobody_needs_it() -> None:
     """All else about the turn is read as usual."""
     body = json.dumps({"model": "m", "program_id": "p", "messages": [{"role": "user", "content": "x" * 500}]}).encode()
     headers = CIMultiDictProxy(CIMultiDict())
@@ -528,7 +528,7 @@ def test_json_that_engines_read_and_msgspec_does_not_is_a_turn_all_the_same(text
     assert value in turn.body
 
 
-def test_of_a_large_body_that_only_python_reads_nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_body_for_the_slow_reader_builds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mended copy of it is read; a body that is no object is anonymous."""
     read_bytes: list[int] = []
     loads = json.loads

@@ -92,7 +92,7 @@ def test_the_longest_beginning_counts() -> None:
     "differing",
     [{"model": "other"}, {"cache_salt": "s"}, {"system": "be brief"}],
 )
-def test_what_separates_prompts_separates_programs(differing: dict[str, str]) -> None:
+def test_fields_that_separate_prompts_separate_programs(differing: dict[str, str]) -> None:
     inference = Inference()
     name = take_turn(inference, {"prompt": "a"}, text_answer("b"))
     assert take_turn(inference, {"prompt": "abc", **differing}, text_answer("d")) != name
@@ -139,7 +139,7 @@ def test_every_choice_may_be_gone_on_with() -> None:
     assert {name_of(inference, {"prompt": f"a{text}!"}) for text in "bcd"} == {name}
 
 
-def test_what_is_remembered_is_bounded() -> None:
+def test_memory_of_prompts_is_bounded() -> None:
     """The least recently used row goes first."""
     inference = Inference(max_rows=10)
     names = [take_turn(inference, {"prompt": f"{number:02}"}, text_answer("!" * STRIDE_BYTES)) for number in range(10)]

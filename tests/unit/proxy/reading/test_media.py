@@ -170,7 +170,7 @@ QUOTED = 'print({"type": "image_url", "image_url": {"url": "data:image/png;base6
         {"input": QUOTED * 100, "instructions": QUOTED},
     ],
 )
-def test_where_media_may_stand_all_of_it_is_found(body: dict[str, Any]) -> None:
+def test_all_media_are_found_where_they_may_stand(body: dict[str, Any]) -> None:
     """The result is as if every byte had been read; media that is only quoted in a text is none."""
     sent = json.dumps({"model": "qwen", **body}).encode()
     fields = read_fields(sent)

@@ -47,7 +47,7 @@ def test_a_large_list_is_set_aside() -> None:
     ],
     ids=["short", "nested", "objects", "texts", "no end", "a value", "the placeholder"],
 )
-def test_what_is_no_large_list_of_numbers_stays(body: bytes) -> None:
+def test_values_other_than_large_number_lists_stay(body: bytes) -> None:
     """The body is then read as it is, at whatever cost."""
     assert Outline.of(body, ("token_ids",)) == (body, b"")
 

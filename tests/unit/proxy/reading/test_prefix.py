@@ -83,7 +83,7 @@ def test_a_size_is_that_of_tools_and_messages_as_they_were_sent() -> None:
 @pytest.mark.parametrize(
     "differing", [{"model": "lora"}, {"cache_salt": "s"}, {"tools": TOOLS}, {"messages": [TASK, SYSTEM]}]
 )
-def test_what_separates_prompts_separates_all_cuts(differing: dict[str, object]) -> None:
+def test_fields_that_separate_prompts_separate_all_cuts(differing: dict[str, object]) -> None:
     """An engine shares nothing between models, salts, or prompts that begin otherwise."""
     plain = chain_of(messages=[SYSTEM, TASK])
     assert shared(plain, chain_of(**{"messages": [SYSTEM, TASK], **differing})) == 0
@@ -195,7 +195,7 @@ def test_odd_and_short_prompts_have_no_chain(fields: dict[str, object]) -> None:
     [b"[NaN]", b'["\\ud800"]', b"[" * 900 + b"]" * 900, b"[" * 5000 + b"]" * 5000],
     ids=["NaN", "half a surrogate pair", "deep", "very deep"],
 )
-def test_what_is_read_slowly_has_no_chain_or_one_of_its_bytes(messages: bytes) -> None:
+def test_slowly_readable_body_has_no_chain_or_one_of_its_bytes(messages: bytes) -> None:
     """An error is never raised."""
     body = b'{"messages":' + messages + b"}"
     turn = identify("a", CIMultiDictProxy(CIMultiDict()), body)

@@ -140,7 +140,7 @@ def test_a_target_that_servers_read_in_different_ways_is_refused(raw: str) -> No
         ("/\u00e9?\udcff", "/%C3%A9", "/%C3%A9?%FF"),
     ],
 )
-def test_what_means_the_same_is_brought_into_one_form(raw: str, path: str, sent: str) -> None:
+def test_equal_targets_get_one_form(raw: str, path: str, sent: str) -> None:
     """A URL of ours, doubled slashes, needless escapes, and bytes that need one are changed; all else stays."""
     target = Target.parse(raw, "proxy.example")
     assert (target.path, target.sent) == (path, sent)
@@ -153,7 +153,7 @@ def test_an_id_may_hold_dots_and_slashes_where_they_are_escaped() -> None:
     assert Target.parse("/v1/models/a%2F..%2Fb").climbs
 
 
-def test_what_lies_below_a_replica_is_a_target_of_its_own() -> None:
+def test_path_below_a_replica_is_a_target_of_its_own() -> None:
     """It has the prefix that was removed before it, which a redirect needs."""
     replica_id, target = Target.parse("/workers/10.0.0.1%3A80%2F1//v1/models?x").below()
     assert (replica_id, target.sent, target.prefix) == ("10.0.0.1:80/1", "/v1/models?x", "/workers/10.0.0.1%3A80%2F1")

@@ -134,13 +134,13 @@ def test_a_key_is_short_and_printable() -> None:
     assert key.startswith("w_r_k_tool:xxx")
 
 
-def test_an_answer_of_the_messages_api() -> None:
+def test_answer_of_the_messages_api_calls_its_tool() -> None:
     """A tool's input is an object there."""
     block = {"type": "tool_use", "id": "t", "name": "Bash", "input": {"command": "npm test"}}
     assert tool_of({"type": "message", "content": [{"type": "text", "text": "ok"}, block]}) == "Bash:npm"
 
 
-def test_an_answer_of_the_responses_api() -> None:
+def test_answer_of_the_responses_api_calls_its_tool() -> None:
     """A call is an output item there."""
     call = {"type": "function_call", "name": "shell", "arguments": '{"command":["bash","-lc","go test"]}'}
     patch = {"type": "custom_tool_call", "name": "apply_patch", "input": "*** Begin Patch"}
@@ -153,7 +153,7 @@ HOSTED_SHELL = {"type": "shell_call", "action": {"commands": ["cd x && make", "l
 
 
 @pytest.mark.parametrize(("call", "key"), [(LOCAL_SHELL, "shell:go"), (HOSTED_SHELL, "shell:make")])
-def test_the_shells_of_the_responses_api(call: dict[str, object], key: str) -> None:
+def test_shells_of_the_responses_api_are_calls(call: dict[str, object], key: str) -> None:
     """They have no name, and an action instead of arguments; this covers whole answers and streams."""
     assert tool_of({"object": "response", "output": [call]}) == key
     calls = StreamToolCalls()
@@ -161,7 +161,7 @@ def test_the_shells_of_the_responses_api(call: dict[str, object], key: str) -> N
     assert calls.key() == key
 
 
-def test_a_text_of_sglang() -> None:
+def test_text_of_sglang_calls_its_tool() -> None:
     """It may be whole, or a stream in which each event repeats the text before it."""
     text = "look:\n```bash\ngit status\n```\n"
     assert tool_of({"text": text, "meta_info": {}}) == "bash:git"
@@ -182,7 +182,7 @@ def test_a_text_with_one_shell_block_calls_a_shell(fence: str) -> None:
 @pytest.mark.parametrize(
     "text", ["```bash\nls\n```\nor\n```bash\npwd\n```", "```python\nls\n```", "say ```bash", "```bash\n```", "``` bash"]
 )
-def test_other_text_calls_nothing(text: str) -> None:
+def test_plain_text_calls_nothing(text: str) -> None:
     """Cases are two blocks, other languages, and an empty block."""
     assert tool_of(chat(content=text)) == ""
 
@@ -207,7 +207,7 @@ def test_tool_calls_go_before_text() -> None:
         b'{"a":"tool_use","b":' + b"[" * 5000,
     ],
 )
-def test_what_cannot_be_read_calls_nothing(body: bytes) -> None:
+def test_unreadable_answer_calls_nothing(body: bytes) -> None:
     """The client still gets it unchanged."""
     assert tool_of_answer(body, None) == ""
 
@@ -324,7 +324,7 @@ def test_an_encoded_stream_is_read() -> None:
     assert calls.key() == "bash:pytest+read"
 
 
-def test_what_is_kept_of_a_stream_is_bounded() -> None:
+def test_kept_part_of_a_stream_is_bounded() -> None:
     """A written file, a flood of calls, a long text: their beginnings suffice."""
     calls = StreamToolCalls()
     calls.read(delta(tool_calls=[call_piece(0, '{"command":"cat > x <<EOF', "bash")]))

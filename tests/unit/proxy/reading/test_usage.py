@@ -114,7 +114,7 @@ CUTS = st.lists(st.integers(0, 1200), max_size=8)
 
 
 @given(st.lists(LINES, max_size=12), st.binary(max_size=5), CUTS, st.booleans())
-def test_what_is_no_usage_event_is_relayed_to_the_byte(
+def test_events_without_usage_are_relayed_to_the_byte(
     lines: list[bytes], tail: bytes, cuts: list[int], take_out: bool
 ) -> None:
     """Comments, broken events, usage beside choices, garbage and an end in mid-event, cut anywhere."""
@@ -251,7 +251,7 @@ def test_events_are_counted_for_the_progress_of_a_turn() -> None:
         ([], NO_USAGE),
     ],
 )
-def test_the_usage_of_a_whole_answer(answer: object, usage: Usage) -> None:
+def test_usage_of_a_whole_answer_is_read(answer: object, usage: Usage) -> None:
     """It may be plain or gzipped; missing and impossible counts are None."""
     body = json.dumps(answer).encode()
     assert usage_of_answer(body, None) == usage

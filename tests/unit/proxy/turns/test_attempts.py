@@ -52,7 +52,7 @@ def test_an_attempt_takes_the_age_of_the_one_before_and_hands_it_on() -> None:
     "other",
     [{"body": b"[]"}, {"path": "/v1/completions"}, {"branch_id": "b"}, {"program_id": "q"}, {"body": b"{ }"}],
 )
-def test_another_body_path_branch_or_program_is_another_turn(other: dict[str, str]) -> None:
+def test_changed_body_path_branch_or_program_is_a_new_turn(other: dict[str, str]) -> None:
     attempts, first, second = Attempts(), attempt(), attempt(count=1, **other)  # type: ignore[arg-type]
     attempts.begin(first, 0.0)
     attempts.begin(second, 0.0)
@@ -115,7 +115,7 @@ def test_an_age_is_forgotten_after_a_while() -> None:
     assert late.since_s == 3.0 + REMEMBER_S
 
 
-def test_what_is_remembered_is_bounded() -> None:
+def test_memory_of_attempts_is_bounded() -> None:
     attempts = Attempts()
     for number in range(module.REMEMBER_COUNT + 50):
         each = attempt(f"p{number}")
@@ -149,7 +149,7 @@ def test_an_idempotency_key_ends_no_attempt_of_another_tenants() -> None:
     assert (again.since_s, own.since_s) == (2.0, 0.0)
 
 
-def test_what_nobody_came_back_for_is_let_go_in_time() -> None:
+def test_abandoned_attempt_is_forgotten_in_time() -> None:
     """The next one that ends without an answer removes those that are too old, and keeps renewed ones."""
     attempts = Attempts()
 

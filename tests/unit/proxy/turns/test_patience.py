@@ -35,7 +35,7 @@ from thunderagent.proxy.turns.record import Patience, patience_of
         ({"idempotency-key": "k"}, Patience(40.0, idempotency_key="k")),
     ],
 )
-def test_what_a_client_says_of_its_waiting(headers: dict[str, str], expected: Patience) -> None:
+def test_client_headers_say_how_long_it_waits(headers: dict[str, str], expected: Patience) -> None:
     """Our header is first; text that is no number in other headers is no error."""
     assert patience_of(CIMultiDict(headers), 40.0) == expected
     assert patience_of(CIMultiDict({})).patience_s is None
@@ -63,7 +63,7 @@ def test_a_wrong_header_of_ours_is_refused(value: str) -> None:
         ("next_turn_in_s=3, keep=retain", TurnHint(3.0, 1.0, "retain")),
     ],
 )
-def test_what_a_client_says_of_its_next_turn(value: str, expected: TurnHint) -> None:
+def test_client_headers_say_when_its_next_turn_comes(value: str, expected: TurnHint) -> None:
     """It is a dictionary of RFC 8941; without the header there is no hint."""
     assert patience_of(CIMultiDict({"x-program-hint": value})).hint == expected
     assert patience_of(CIMultiDict({})).hint is None

@@ -83,7 +83,7 @@ def read(entry: Entry) -> list[Turn]:
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), IDS, IDS), max_size=8), st.integers(1, 4))
-def test_what_is_settled_later_is_what_was_said(turns: list[tuple[int, list[int], list[int]]], every: int) -> None:
+def test_turn_settled_later_is_recorded_as_said(turns: list[tuple[int, list[int], list[int]]], every: int) -> None:
     """However prompts go on from each other, and whenever they are settled."""
     now, later, history = new_table(), new_table(), list[int]()
     for number, (kept, new, output) in enumerate(turns):
@@ -108,7 +108,7 @@ def test_what_is_settled_later_is_what_was_said(turns: list[tuple[int, list[int]
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_of_prompts_that_go_on_only_what_is_new_waits(streams: bool) -> None:
+def test_new_part_alone_of_a_growing_prompt_waits(streams: bool) -> None:
     """Else a conversation of n turns would wait with n² tokens."""
     table = new_table()
     entry, prompt = begun(table), list(range(10_000))

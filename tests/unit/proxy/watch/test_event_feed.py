@@ -92,7 +92,7 @@ async def test_a_turns_events_and_the_decisions_on_them_are_heard() -> None:
     assert messages[4]["at_s"] - messages[0]["at_s"] == pytest.approx(2.0, abs=1e-3)
 
 
-async def test_what_comes_all_the_time_is_left_out_but_not_what_follows_from_it() -> None:
+async def test_frequent_events_are_left_out_but_not_their_consequences() -> None:
     world = World()
     world.tell(
         TurnAsk(now_s=1.0, turn_id=1, program_id="p"), TurnEnd(now_s=1.0, turn_id=1, prompt_tokens=10, output_tokens=1)
@@ -150,7 +150,7 @@ async def test_a_slow_listener_is_told_how_much_it_lost() -> None:
         assert [message["kind"] for message in await heard(listener)] == ["turn_arrived", "grant", "turn_finished"]
 
 
-async def test_who_comes_back_goes_on_after_its_last_message() -> None:
+async def test_returning_listener_continues_after_its_last_message() -> None:
     world = World(kept_count=30)
     with world.feed.listen() as listener:
         world.turns(2, first=1)
@@ -166,7 +166,7 @@ async def test_who_comes_back_goes_on_after_its_last_message() -> None:
         assert (await heard(listener))[0]["lost_count"] == 70 - 30 - 1
 
 
-async def test_who_comes_back_to_another_recording_is_told_that_it_missed_something() -> None:
+async def test_listener_that_returns_to_another_recording_is_told_of_the_gap() -> None:
     world = World(linger_s=0.0)
     with world.feed.listen() as listener:
         world.turns(1)
@@ -209,7 +209,7 @@ async def test_nothing_is_recorded_while_nobody_listens() -> None:
     assert world.feed._ring == []
 
 
-async def test_as_many_listen_as_may() -> None:
+async def test_listeners_are_bounded() -> None:
     world = World()
     with ExitStack() as stack:
         for _ in range(MAX_LISTENERS_COUNT):
@@ -268,7 +268,7 @@ def test_every_kind_is_named() -> None:
     assert not {"tick", "turn_progressed", "replica_polled"} & KINDS
 
 
-async def test_of_a_turn_that_is_refused_as_it_comes_nothing_is_kept() -> None:
+async def test_turn_refused_on_arrival_is_not_kept() -> None:
     """It has no other events; its client may retry again and again while a listener stays for days."""
     world = World()
     with world.feed.listen(kinds={"reject", "turn_abandoned"}) as listener:

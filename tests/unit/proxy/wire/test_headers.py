@@ -64,7 +64,7 @@ def test_the_length_of_an_answer_is_kept_only_if_its_bytes_are() -> None:
 @pytest.mark.parametrize(
     "name", ["X-Program-ID", "X-Program-ID-Source", "X-Replica-ID", "x-hold-ms", "X-ThunderAgent-Fail-Open"]
 )
-def test_what_only_the_proxy_says_no_engine_says(name: str) -> None:
+def test_headers_of_the_proxy_are_never_taken_from_an_engine(name: str) -> None:
     """A gateway believes its scheduler, which is the proxy."""
     answer = headers((name, "1"), ("X-Other", "2"))
     assert dict(forwarded_response_headers(answer, keep_length=True)) == {"X-Other": "2"}

@@ -174,7 +174,7 @@ async def test_a_connection_is_not_kept_once_its_application_failed() -> None:
 
 
 @pytest.mark.parametrize(("may_repeat", "pause_s"), [(False, 0.0), (True, 1.2)])
-async def test_what_the_engine_may_have_done_is_not_sent_again(may_repeat: bool, pause_s: float) -> None:
+async def test_request_that_may_have_been_done_is_not_sent_again(may_repeat: bool, pause_s: float) -> None:
     """Cases are a POST that changes something, and a request that the engine had for a while before the end."""
     asked_count = 0
 
@@ -266,7 +266,7 @@ async def test_the_newest_idle_connection_is_taken_so_that_the_others_grow_old()
         assert server.connections_count == 3
 
 
-async def test_what_comes_unasked_on_an_idle_connection_is_nobody_s_answer() -> None:
+async def test_unasked_bytes_on_an_idle_connection_are_no_answer() -> None:
     """Otherwise each later answer on it would go to the wrong client."""
     came = asyncio.Event()
 
@@ -325,7 +325,7 @@ async def test_a_connection_that_is_made_after_the_pool_was_closed_is_closed_at_
             await ended.wait()
 
 
-def test_who_leaves_as_the_connection_is_made_leaves_nothing_behind() -> None:
+def test_caller_that_leaves_during_connect_leaves_nothing_behind() -> None:
     """On the loop of `thunderagent serve`, which closes such a connection without telling it so."""
 
     async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -350,7 +350,7 @@ def test_who_leaves_as_the_connection_is_made_leaves_nothing_behind() -> None:
     uvloop.run(main())
 
 
-async def test_what_comes_before_a_request_is_sent_is_not_its_answer() -> None:
+async def test_bytes_before_a_request_are_not_its_answer() -> None:
     """The connection is dropped, and the request goes out on another one: the server never saw it."""
     async with two_kept() as (server, pool, _):
         asking = [asyncio.create_task(ask(pool, server.url)) for _ in range(2)]
@@ -470,7 +470,7 @@ async def test_each_request_has_the_limit_for_silence_that_it_came_with() -> Non
         assert (server.connections_count, pool.requests_count) == (1, 0)
 
 
-async def test_who_answers_before_it_has_read_the_body_gets_no_other_request_on_that_connection() -> None:
+async def test_connection_answered_before_its_body_was_read_gets_no_further_request() -> None:
     """The answer is read although the body was not: engines refuse too large bodies this way."""
 
     async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -614,7 +614,7 @@ async def test_an_answer_that_comes_as_the_pool_is_closed_fails_as_if_the_replic
     assert failures
 
 
-async def test_what_comes_before_the_answer_is_passed_over() -> None:
+async def test_interim_answers_are_skipped() -> None:
     async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async for _ in heads(reader):
             writer.write(b"HTTP/1.1 102 Processing\r\n\r\n" + OK)
@@ -640,7 +640,7 @@ async def test_a_server_that_sends_nothing_but_interim_answers_has_failed() -> N
         assert pool.requests_count == 0
 
 
-async def test_what_is_no_http_is_an_error_of_the_connection() -> None:
+async def test_bytes_that_are_no_http_are_a_connection_error() -> None:
     async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await heads(reader).__anext__()
         writer.write(b"I am no server\r\n\r\n")

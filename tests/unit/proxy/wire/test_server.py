@@ -184,7 +184,7 @@ async def test_a_lent_request_is_all_that_its_borrower_sees_and_the_connection_c
         assert [(each.got, each.is_lost) for each in served.borrowers] == [(sent, True)] * 2
 
 
-async def test_what_is_no_http_is_answered_400_and_nothing_after_it() -> None:
+async def test_bytes_that_are_no_http_are_answered_400_and_nothing_after_it() -> None:
     async with serving() as served:
         for wrong in (b"GET / HTTP/1.1\r\n\r\n", b"POST /echo HTTP/1.1\r\nHost: h\nX: y\r\n\r\n"):
             answer = await told(served, request("/echo", b"a"), wrong + LAST)
@@ -224,7 +224,7 @@ async def test_a_client_whose_lent_request_is_refused_may_finish() -> None:
         writer.close()
 
 
-async def test_who_no_longer_waits_for_room_leaves_the_others_waiting() -> None:
+async def test_writer_that_stops_waiting_leaves_the_others_waiting() -> None:
     async with serving() as served:
         _, writer = await asyncio.open_connection("127.0.0.1", served.port)
         while not served.settings.connections:
@@ -255,7 +255,7 @@ async def test_a_body_is_invited_only_when_somebody_wants_it() -> None:
         assert b"100 Continue" not in await told(served, refused)
 
 
-async def test_who_sends_far_ahead_waits_and_is_answered_in_order() -> None:
+async def test_client_that_sends_far_ahead_waits_and_is_answered_in_order() -> None:
     """However much comes, nothing is lost, and only a little of it waits here."""
     body, count = b"x" * AHEAD_BYTES, 100
     async with serving() as served:
@@ -297,7 +297,7 @@ async def test_an_old_client_that_sends_far_ahead_has_to_come_again() -> None:
         writer.close()
 
 
-async def test_who_speaks_another_protocol_before_its_answer_is_cut() -> None:
+async def test_client_that_changes_protocol_before_its_answer_is_cut() -> None:
     """Nobody counts its data, and while that is not read, its leaving cannot be noticed either."""
     async with serving() as served:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)

@@ -659,7 +659,7 @@ async def test_histories_of_answers_are_read_in_one_way() -> None:
     assert read_count > HISTORIES_COUNT // 10
 
 
-def test_what_was_made_of_a_head_is_kept_from_the_second_time_on_that_it_came() -> None:
+def test_parsed_head_is_kept_from_its_second_time_on() -> None:
     known = known_requests()
     head = b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n"
     first, second, third = (known.read(head % length) for length in (5, 60, 700))
@@ -684,7 +684,7 @@ def test_heads_that_came_longest_ago_are_forgotten() -> None:
     assert len(known) <= 2 * KNOWN_COUNT
 
 
-def test_of_large_heads_fewer_are_known() -> None:
+def test_fewer_large_heads_are_kept() -> None:
     known = known_requests()
     more = b"X: %b\r\n" % (b"x" * 3000)
     for number in range(2 * KNOWN_BYTES // len(more)):
@@ -694,7 +694,7 @@ def test_of_large_heads_fewer_are_known() -> None:
     assert len(known) * len(more) >= KNOWN_BYTES
 
 
-def test_of_a_known_answer_without_a_body_the_length_means_nothing() -> None:
+def test_length_of_a_known_answer_without_a_body_means_nothing() -> None:
     """A websocket's lasts as long as its connection, whatever length its head has."""
     known = known_answers()
     for status, more, length in ((101, "Connection: upgrade\r\nUpgrade: websocket\r\n", TO_THE_END), (204, "", 0)):
@@ -713,7 +713,7 @@ def test_the_length_is_nowhere_but_in_the_header_of_that_name(spelt: str) -> Non
         assert answers.read(f"HTTP/1.1 200 OK\r\n{lines}".encode()).length == 100
 
 
-def test_of_a_known_head_the_length_is_spelt_as_it_came() -> None:
+def test_length_in_a_known_head_keeps_its_spelling() -> None:
     known = known_requests()
     for length in (5, 6, 70):
         read = known.read(b"POST / HTTP/1.1\r\ncontent-length: %d\r\nHost: h\r\n\r\n" % length)

@@ -240,7 +240,7 @@ def test_a_recorded_trace_is_compared(tmp_path: Path, capsys: pytest.CaptureFixt
         (("--out", "no/such/folder"), "cannot make the folder no/such/folder: No such file"),
     ],
 )
-def test_what_is_impossible_is_refused_before_anything_starts(
+def test_impossible_option_is_refused_before_anything_starts(
     options: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "report"

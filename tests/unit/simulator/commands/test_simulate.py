@@ -100,7 +100,7 @@ def test_a_batch_that_is_not_through_exits_with_1(capsys: pytest.CaptureFixture[
         (("--kv-tokens", "300"), "need 652 tokens or more, and an engine takes 288"),
     ],
 )
-def test_what_is_impossible_is_refused_in_words(
+def test_impossible_option_is_refused_in_words(
     options: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert exit_status(*QUICK, *options) == 2

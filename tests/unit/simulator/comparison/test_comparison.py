@@ -172,7 +172,7 @@ def test_cap_best_runs_the_best_for_all_seeds() -> None:
     assert result.done_count == result.planned_count == 6 + 2 + 2
 
 
-def test_what_cap_best_found_takes_its_place_in_the_order_of_seeds() -> None:
+def test_cap_best_keeps_the_order_of_seeds() -> None:
     order: list[tuple[str, int, int]] = []
 
     def on_progress(progress: ComparisonProgress) -> None:
@@ -198,7 +198,7 @@ def test_what_cap_best_found_takes_its_place_in_the_order_of_seeds() -> None:
     ]
 
 
-def test_of_equally_good_caps_the_smallest_is_best() -> None:
+def test_smallest_of_equally_good_caps_is_best() -> None:
     assert CapSweep(8, ((1, 5.0), (2, 9.0), (4, 9.0))).best_count == 2
 
 
@@ -297,7 +297,7 @@ def test_an_error_of_a_run_keeps_what_is_done(process_count: int) -> None:
         assert keys(result) == [("cap:n=1", 2, 5)]
 
 
-def test_of_other_seeds_only_what_is_shown_is_kept() -> None:
+def test_further_seeds_keep_only_what_is_shown() -> None:
     """The first seed keeps all, the others what a plot of imbalance needs, and sweeps nothing."""
     scenario = replace(SCENARIO, replica_count=2, sample_interval_s=0.2)
     plan = replace(PLAN, scenario=scenario, contestants=("passthrough", "cap-best"), programs_counts=(2,))

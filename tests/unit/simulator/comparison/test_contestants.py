@@ -111,7 +111,7 @@ def test_a_preset_is_a_policy_whose_settings_can_still_be_given() -> None:
         ("oracle:headroom_ratio=much", "headroom_ratio must be a number"),
     ],
 )
-def test_what_is_wrong_is_named(text: str, named: str) -> None:
+def test_wrong_contestant_is_named(text: str, named: str) -> None:
     """The error comes before any run."""
     with pytest.raises(ConfigurationError, match=named):
         Contestant.parse(text)

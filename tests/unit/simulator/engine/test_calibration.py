@@ -128,7 +128,7 @@ def test_too_few_different_measurements_are_refused() -> None:
         fit(each for each in observations(DEMO) if each.experiment in ("prefill", "behind"))
 
 
-def test_what_cannot_be_told_apart_is_left_out_and_named() -> None:
+def test_indistinguishable_costs_are_left_out_and_named() -> None:
     """With one length of context, a decoding request and its context always come together."""
     found = fit(each for each in observations(DEMO) if each.experiment in ("prefill", "decode"))
     assert found.left_out == ("decode_context_token_s",)
@@ -258,7 +258,7 @@ def test_a_profile_comes_back_from_its_file(tmp_path: Path) -> None:
     assert profile_from("demo") is profile("demo")
 
 
-def test_what_a_file_does_not_say_is_not_known(tmp_path: Path) -> None:
+def test_value_missing_in_a_file_is_unknown(tmp_path: Path) -> None:
     path = tmp_path / "least.toml"
     path.write_text('source = "s"\nbase_us = 1\nprefill_us = 2.5\ndecode_us = 3e1\n')
     assert profile_from(str(path)) == TimingProfile("least", 1e-6, 2.5e-6, 3e-5, source="s")

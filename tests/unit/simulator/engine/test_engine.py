@@ -87,7 +87,7 @@ def test_the_last_generated_token_is_not_computed() -> None:
     assert serve(engine, "turn 2", tokens(0, 10) + tokens(50, 6) + tokens(80, 5), [900]) == 12
 
 
-def test_of_a_prompt_that_is_cached_as_a_whole_one_token_is_computed() -> None:
+def test_fully_cached_prompt_computes_one_token() -> None:
     engine = make_engine(block_size=1)
     serve(engine, "first", tokens(0, 8), [900])
     engine.submit(EngineRequest("again", tokens(0, 8), [901]), 0.0)
@@ -161,7 +161,7 @@ def test_no_more_requests_run_than_there_are_places() -> None:
     assert (engine.stats.running_count, engine.stats.waiting_count) == (2, 1)
 
 
-def test_nobody_overtakes_a_head_of_the_queue_that_does_not_fit() -> None:
+def test_nobody_overtakes_a_queue_head_that_does_not_fit() -> None:
     engine = make_engine(blocks=10)
     engine.submit(EngineRequest("a", tokens(0, 24), tokens(50, 5)), 0.0)
     engine.step(0.0)
@@ -311,7 +311,7 @@ def test_an_abort_frees_everything_at_once() -> None:
     engine.check_invariants()
 
 
-def test_what_an_aborted_request_computed_is_still_cached() -> None:
+def test_aborted_request_leaves_its_tokens_cached() -> None:
     engine = make_engine()
     engine.submit(EngineRequest("a", tokens(0, 16), tokens(50, 5)), 0.0)
     engine.step(0.0)

@@ -41,7 +41,7 @@ def serve(engine: Engine, request_id: str, start: int, count: int) -> FinishedRe
             return result.finished[0]
 
 
-def test_what_was_evicted_is_restored_and_costs_what_restoring_costs() -> None:
+def test_evicted_context_is_restored_at_the_price_of_restoring() -> None:
     """Of 24 tokens 20 may be found (the last block has the token that is always computed), 8 of them in the tier."""
     engine = make_engine(blocks=10, tier_blocks=10)
     serve(engine, "old", 0, 24)
@@ -63,7 +63,7 @@ def test_without_a_tier_it_is_computed_again() -> None:
     assert (engine.stats.tier_query_tokens, engine.stats.tier_block_count) == (0, 0)
 
 
-def test_of_a_context_in_the_tier_the_tail_goes_first() -> None:
+def test_tier_evicts_the_tail_of_a_context_first() -> None:
     tier = Tier(3)
     for key in (3, 2, 1):  # a pool evicts in this order
         tier.store(key)
@@ -71,7 +71,7 @@ def test_of_a_context_in_the_tier_the_tail_goes_first() -> None:
     assert [tier.find([1, 2, 3], 0, count) for count in (1, 2, 3)] == [1, 2, 2]
 
 
-def test_what_is_restored_stays_and_goes_last() -> None:
+def test_restored_context_stays_and_is_evicted_last() -> None:
     tier = Tier(3)
     for key in (2, 1, 7):
         tier.store(key)

@@ -41,7 +41,7 @@ def shapes(*plans: ProgramPlan) -> list[TurnShape]:
     return [shape for each in plans for shape in turn_shapes(each)]
 
 
-def test_the_turns_of_a_plan_by_hand() -> None:
+def test_turns_of_a_plan_match_a_calculation_by_hand() -> None:
     """A prompt holds the prefix, all before it, and what is new; a gap is the tool before."""
     assert shapes(plan((30, 5, 2.0), (10, 3, 9.0), shared_tokens=60)) == [
         TurnShape(prompt_tokens=90, new_tokens=30, output_tokens=5, shared_tokens=60, gap_s=None),
@@ -59,7 +59,7 @@ def test_the_cost_of_a_turn_by_hand() -> None:
     assert cost.token_iterations == (70 + 20) + (70 + 30) + 101 + 102
 
 
-def test_what_is_shared_takes_no_room_but_is_attended_to() -> None:
+def test_shared_tokens_take_no_room_but_are_attended_to() -> None:
     """Of 100 tokens 60 are in memory for all programs."""
     engines = Engines(TIMING, 1000)
     alone, shared = (
@@ -70,7 +70,7 @@ def test_what_is_shared_takes_no_room_but_is_attended_to() -> None:
     assert alone.token_iterations - shared.token_iterations == 60 + 60
 
 
-def test_l0_of_one_turn_by_hand() -> None:
+def test_l0_of_one_turn_matches_a_calculation_by_hand() -> None:
     """X = 1/(g + W·a/C): the pool divides the iterations, the work is not divided; two replicas do twice that."""
     cost = Engines(TIMING, 1000).turn_cost(prompt_tokens=100, computed_tokens=100, output_tokens=1, shared_tokens=0)
     expected = 1 / (cost.work_s + cost.token_iterations * 1.0 / 1000)
@@ -156,7 +156,7 @@ def test_the_limit_is_the_least_and_says_its_name() -> None:
     assert replace(found, closed_loop_per_s=math.inf).limited_by == "L1"
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_impossible_bound_is_refused() -> None:
     """Cases are no turns, a turn that is larger than every replica, and empty engines."""
     with pytest.raises(ValueError, match="at least one turn"):
         bounds([], Engines(TIMING, 1000))
@@ -229,7 +229,7 @@ def test_the_root_of_the_loop_solves_its_equation(n: float, g: float, z: float, 
 
 
 @given(plans=PLANS, pool=POOLS)
-def test_where_nobody_is_away_everybody_is_held(plans: list[ProgramPlan], pool: int) -> None:
+def test_everybody_is_held_where_nobody_is_away(plans: list[ProgramPlan], pool: int) -> None:
     """Without gaps holding is free, so L1 is L0."""
     busy = [replace(each, turns=tuple(replace(turn, tool_s=0.0) for turn in each.turns)) for each in plans]
     found = bounds(shapes(*busy), Engines(TIMING, pool))

@@ -11,7 +11,7 @@ def test_percentiles_are_values_that_occurred() -> None:
     assert (values.p50_s, values.p90_s, values.p99_s, values.max_s) == (50.0, 90.0, 99.0, 100.0)
 
 
-def test_one_value_is_every_percentile_and_none_is_zero() -> None:
+def test_percentiles_of_one_value_are_that_value_and_of_none_are_zero() -> None:
     one = Percentiles.of([3.0])
     assert (one.p50_s, one.p99_s, one.max_s) == (3.0, 3.0, 3.0)
     assert Percentiles.of([]) == Percentiles(0, 0.0, 0.0, 0.0, 0.0, 0.0)

@@ -20,19 +20,19 @@ def test_quantiles_are_those_of_the_tables(freedom_count: int, expected: float) 
     assert t_quantile(freedom_count) == pytest.approx(expected, abs=0.0005)
 
 
-def test_other_confidences_and_the_normal_limit() -> None:
+def test_wider_confidence_approaches_the_normal_limit() -> None:
     """99 % of 5 degrees of freedom is in the same table; with very many, Student's t is normal."""
     assert t_quantile(5, 0.99) == pytest.approx(4.032, abs=0.0005)
     assert t_quantile(100_000) == pytest.approx(NormalDist().inv_cdf(0.975), abs=1e-4)
 
 
 @pytest.mark.parametrize(("freedom_count", "confidence"), [(0, 0.95), (3, 0.0), (3, 1.0)])
-def test_what_has_no_quantile_is_refused(freedom_count: int, confidence: float) -> None:
+def test_impossible_quantile_is_refused(freedom_count: int, confidence: float) -> None:
     with pytest.raises(ValueError, match="no quantile"):
         t_quantile(freedom_count, confidence)
 
 
-def test_an_interval_by_hand() -> None:
+def test_interval_matches_a_calculation_by_hand() -> None:
     """1, 2, 3: mean 2, standard deviation 1, so 4.303/√3."""
     interval = Interval.of([1.0, 2.0, 3.0])
     assert (interval.count, interval.mean) == (3, 2.0)
@@ -40,7 +40,7 @@ def test_an_interval_by_hand() -> None:
     assert (interval.low, interval.high) == pytest.approx((2 - 2.4842, 2 + 2.4842), abs=1e-4)
 
 
-def test_one_value_says_nothing_of_its_spread() -> None:
+def test_single_value_has_no_spread() -> None:
     interval = Interval.of([5.0])
     assert interval == Interval(1, 5.0, None)
     assert (interval.low, interval.high) == (5.0, 5.0)

@@ -98,7 +98,7 @@ def test_a_home_that_is_kept_for_the_first_in_the_queue_is_none_with_room() -> N
     assert (figures.moved_with_room_count, figures.moved_from_kept_count) == (0, 1)
 
 
-def test_whoever_took_the_room_later_in_the_same_event_was_not_there_yet(scheduler: Scheduler) -> None:
+def test_later_claims_of_the_same_event_do_not_count_as_present(scheduler: Scheduler) -> None:
     moved = counted(scheduler, restore("small", "r1"), restore("big", "r0"), home_id="r0")
     assert moved.moved_with_room_count == 1
 

@@ -19,7 +19,7 @@ def test_a_wait_adds_up_its_turns() -> None:
     assert (wait.held_s, wait.longest_hold_s, wait.residence_s) == (7.0, 4.0, 20.0)
 
 
-def test_correlations_by_hand() -> None:
+def test_correlations_match_a_calculation_by_hand() -> None:
     """Values (1, 2, 3) and (1, 2, 9): covariance 8 over the root of 2 times 38; the ranks are the same."""
     waits = waits_of((1, 1.0), (2, 2.0), (3, 9.0))
     assert waits.pearson == pytest.approx(8 / (2 * 38) ** 0.5)

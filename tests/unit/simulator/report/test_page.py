@@ -69,7 +69,7 @@ def page(result: ComparisonResult, drawing: str) -> str:
 # --- CSV and JSON ---------------------------------------------------------------------------------------------------
 
 
-def test_the_table_as_csv(result: ComparisonResult) -> None:
+def test_table_is_written_as_csv(result: ComparisonResult) -> None:
     lines = list(csv.DictReader(io.StringIO(rows_csv(result))))
     assert [(line["policy"], line["programs"], line["seeds"]) for line in lines] == [
         (contestant, str(count), "2") for count in (3, 12) for contestant in PLAN.contestants
@@ -103,7 +103,7 @@ def test_runs_as_csv(result: ComparisonResult) -> None:
             assert float(line[f"program_goodputs_{alpha}"]) == pytest.approx(goodput.program_ratio, abs=1e-5)
 
 
-def test_one_seed_has_no_interval(result: ComparisonResult) -> None:
+def test_single_seed_has_no_interval(result: ComparisonResult) -> None:
     single = replace(result, runs=tuple(run for run in result.runs if run.seed == 0))
     for line in csv.DictReader(io.StringIO(rows_csv(single))):
         assert line["turns_per_min"] != ""
@@ -266,7 +266,7 @@ def test_names_are_no_markup(result: ComparisonResult, drawing: str) -> None:
     assert "<i>" not in page
 
 
-def test_what_is_not_complete_is_said(result: ComparisonResult) -> None:
+def test_incomplete_report_says_so(result: ComparisonResult) -> None:
     late = replace(result.runs[0], result=replace(result.runs[0].result, complete=False, failed_turn_count=3))
     partial = replace(result, runs=(late, *result.runs[1:7]), done_count=9, stopped_by="it was interrupted")
     page = html_page(partial, "", MAKING)
@@ -392,7 +392,7 @@ def test_imbalance_is_a_mean_over_runs_at_the_same_time(result: ComparisonResult
             assert percent == pytest.approx(100 * 60 * minute)
 
 
-def test_one_replica_on_which_nothing_ends_can_be_drawn() -> None:
+def test_replica_on_which_nothing_ends_can_be_drawn() -> None:
     """It has no imbalance, no percentile, no ratio and no limit."""
     short = replace(SCENARIO, replica_count=1, horizon_s=0.2, warmup_s=0.1)
     nothing = compare(replace(PLAN, scenario=short, contestants=("passthrough", "sticky")))

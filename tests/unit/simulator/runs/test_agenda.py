@@ -23,7 +23,7 @@ def test_entries_happen_in_time_and_then_in_the_order_of_entry() -> None:
     assert len(agenda) == 0
 
 
-def test_what_was_due_in_the_past_happens_now() -> None:
+def test_overdue_event_happens_now() -> None:
     agenda = Agenda()
     agenda.at(5.0, lambda: agenda.at(1.0, lambda: None))
     agenda.advance()

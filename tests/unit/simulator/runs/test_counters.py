@@ -42,9 +42,7 @@ def run(policy: str, **changes: Any) -> tuple[float, list[float]]:
 
 @pytest.mark.parametrize("poll_s", [1.0, 10.0])
 @pytest.mark.parametrize(("delay_s", "missing_ratio"), [(0.0, 0.0), (3.0, 0.3)])
-def test_where_the_capacity_is_right_counters_take_nothing_of_it(
-    poll_s: float, delay_s: float, missing_ratio: float
-) -> None:
+def test_counters_take_nothing_from_a_right_capacity(poll_s: float, delay_s: float, missing_ratio: float) -> None:
     """However late and seldom they are read, this holds; and no policy that believes the capacity is faster."""
     turns_per_min, ratios = run(
         "breakeven", poll_interval_s=poll_s, poll_delay_s=delay_s, poll_missing_ratio=missing_ratio
@@ -73,7 +71,7 @@ def test_a_slow_engine_and_a_fast_one_lose_nothing(speed_ratio: float, tells_cac
     assert turns_per_min >= 0.98 * run("thunderagent", **scenario)[0]
 
 
-def test_where_the_capacity_is_told_twice_as_large_counters_show_it() -> None:
+def test_counters_reveal_a_capacity_told_twice_as_large() -> None:
     """It beats a policy that believes the capacity, and reaches five sixths of the result with the right capacity."""
     turns_per_min, ratios = run("breakeven", told_capacity_ratio=2.0)
     assert 0.5 <= ratios[-1] <= 0.75
@@ -81,7 +79,7 @@ def test_where_the_capacity_is_told_twice_as_large_counters_show_it() -> None:
     assert turns_per_min >= run("thunderagent", told_capacity_ratio=2.0)[0]
 
 
-def test_where_the_capacity_is_told_half_as_large_counters_show_it() -> None:
+def test_counters_reveal_a_capacity_told_half_as_large() -> None:
     """The speed of prefill is still learned, and with it how long holding pays."""
     turns_per_min, ratios = run("breakeven", told_capacity_ratio=0.5)
     assert ratios[-1] >= 1.4

@@ -49,7 +49,7 @@ def run(seed: int, count: int, follower: Follower | None = None) -> RunResult:
     strict=True,
     reason="0.976 of the best fixed number, which gained by claims that stop at the capacity",
 )
-def test_who_follows_loses_nothing_and_waits_less() -> None:
+def test_follower_loses_nothing_and_waits_less() -> None:
     """Memory holds about 7: it has the throughput of the best fixed number, whose programs take half as long again."""
     fixed = {count: [run(seed, count) for seed in SEEDS] for count in FIXED_COUNTS}
     turns_per_min = {count: fmean(each.turns_per_min_count for each in runs) for count, runs in fixed.items()}

@@ -107,7 +107,7 @@ def test_four_programs_where_seven_fit_hardly_ever_wait_from_a_cold_start() -> N
     assert held_count <= 0.01 * turn_count
 
 
-def test_where_memory_is_short_growth_is_foreseen_once_it_was_seen() -> None:
+def test_growth_is_foreseen_once_seen_where_memory_is_short() -> None:
     """Sixteen programs, a minute after a cold start: twice the turns of passing through, and more than the paper's."""
     scenario = Scenario(engine=SMALL, programs_count=16, horizon_s=360.0, warmup_s=60.0)
     rates = {

@@ -214,7 +214,7 @@ def test_the_same_seed_gives_the_same_run(policy: Policy) -> None:
     assert first.to_json() == second.to_json()
 
 
-def test_another_seed_gives_another_run() -> None:
+def test_new_seed_gives_a_new_run() -> None:
     assert standard(Passthrough(), 6, seed=2).turn_latency != standard(Passthrough(), 6).turn_latency
 
 
@@ -285,7 +285,7 @@ def test_waits_of_programs_by_hand() -> None:
     assert result.programs_per_hour_count == 3 * 3600 / 12
 
 
-def test_who_is_still_held_at_the_end_counts_for_the_longest_hold() -> None:
+def test_turn_held_at_the_end_counts_for_the_longest_hold() -> None:
     programs = Recorded([plan((10, 90, 0.0), name=f"p{number}") for number in range(2)])
     result = simulate(small(programs_count=2, horizon_s=70.0), programs, Cap(1))
     assert (result.turn_count, result.held.max_s, result.longest_hold_s) == (0, 0.0, 70.0)
@@ -412,7 +412,7 @@ def test_a_capacity_that_is_told_wrong_is_what_the_scheduler_knows() -> None:
     assert simulation.scheduler.ledger.accounts["r0"].capacity_tokens == 200
 
 
-def test_of_whole_answers_the_scheduler_hears_only_the_end() -> None:
+def test_scheduler_hears_only_the_end_of_whole_answers() -> None:
     """The run is the same; of its turn of four seconds the streamed one tells on the way."""
     plans = Recorded([plan((10, 4, 0.0))])
     whole, streamed = (

@@ -62,7 +62,7 @@ def test_an_impossible_scenario_is_refused(wrong: dict[str, object]) -> None:
         {"keep_events": True},
     ],
 )
-def test_whatever_needs_more_memory_counts(larger: dict[str, object]) -> None:
+def test_every_need_of_memory_counts(larger: dict[str, object]) -> None:
     assert estimate_bytes(replace(PLAIN, **larger), Long()) > 1.05 * estimate_bytes(PLAIN, Long())  # type: ignore[arg-type]
 
 

@@ -81,7 +81,7 @@ def test_a_preparation_waits_for_disk_until_a_program_ends() -> None:
     assert (host.tools.figures.peak_disk_bytes, host.tools.figures.peak_sandbox_count) == (10, 1)
 
 
-def test_one_hand_prepares_first_what_is_needed_first() -> None:
+def test_single_worker_prepares_first_what_is_needed_first() -> None:
     host = Host(prepare_min_s=5.0, prepare_max_s=5.0, hands_count=1)
     needed_s = {"p0": 0.0, "p1": 60.0, "p2": 20.0, "p3": 0.0}
     host.needs = needed_s.__getitem__
@@ -105,7 +105,7 @@ def test_an_admitted_programs_sandbox_is_begun_at_once() -> None:
     assert host.until() == {"p1": 7.25 + 5.0 + 1.0}
 
 
-def test_what_is_not_due_leaves_disk_to_what_is() -> None:
+def test_sandbox_not_yet_due_leaves_its_disk_to_others() -> None:
     host = Host(prepare_min_s=5.0, prepare_max_s=5.0, sandbox_disk_bytes=10, disk_bytes=40)
     needed_s = {"p0": 60.0, "p1": 60.0, "p2": 60.0, "p3": 60.0, "p4": 0.0}
     host.needs = needed_s.__getitem__

@@ -78,7 +78,7 @@ def test_a_prompt_that_shrank_hits_what_the_engine_found() -> None:
     assert [turn[3] for turn in rows_of(log)[0]["turns"]] == [0, 64]  # type: ignore[attr-defined]
 
 
-def test_what_most_first_prompts_found_cached_is_shared() -> None:
+def test_tokens_found_cached_by_most_first_prompts_are_shared() -> None:
     """Four agents have one system prompt of 640 tokens: the first found nothing, the others did."""
     log = Log()
     for number, cached_tokens in enumerate((0, 640, 640, 640)):
@@ -99,7 +99,7 @@ def test_branches_and_ids_used_again_are_programs_of_their_own() -> None:
     assert [row["id"] for row in rows_of(log)] == ["a", "a/sub", "a#2", "a#3"]
 
 
-def test_what_cannot_be_recorded_is_counted() -> None:
+def test_unrecordable_turns_are_counted() -> None:
     """Cases are turns without a program, without usage, failed, abandoned, and still running at the end."""
     log = Log()
     log.turn(None, 0.0, 1.0, 100, 10)

@@ -213,7 +213,7 @@ def test_recorded_arrivals_keep_their_order_and_go_on_in_the_next_round() -> Non
     ]  # fmt: skip
 
 
-def test_where_arrivals_do_not_matter_every_seed_has_its_own_order() -> None:
+def test_every_seed_has_its_own_order_where_arrivals_do_not_matter() -> None:
     """A closed loop starts programs by itself: equal seeds would have intervals of 0."""
     trace = Trace(tuple(ProgramPlan(name, (TurnPlan(1, 1, 0.0),), arrival_s=float(ord(name))) for name in "abcdef"))
     workload = TraceWorkload("day", trace, in_order_of_arrival=False)

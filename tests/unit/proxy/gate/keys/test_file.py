@@ -123,7 +123,7 @@ def test_a_key_may_expire_in_any_year(text: str, tmp_path: Path) -> None:
     assert entry.expires == expires_of(text) == datetime.fromtimestamp(entry.key().expires_s, UTC) == expires
 
 
-async def test_what_changes_in_the_file_is_taken_over_and_told(tmp_path: Path) -> None:
+async def test_changes_of_the_file_are_taken_over_and_reported(tmp_path: Path) -> None:
     """Keys are added, revoked, or get other limits; a wrong or missing file leaves all as it was."""
     path, keyring = tmp_path / "keys.json", Keyring([mint_key("lined")[1]], has_file=True)
     gone = add_key(path, "gone", admin=False, expires=None, limits=NONE)
@@ -263,6 +263,6 @@ def test_an_expiry_is_a_time_or_how_long_from_now(text: str, expires: str) -> No
         "0001-01-01T00:00:00+12:00",
     ],
 )
-def test_what_is_no_expiry_is_refused(text: str) -> None:
+def test_invalid_expiry_is_refused(text: str) -> None:
     with pytest.raises(ConfigurationError, match="is not a time, such as"):
         expires_of(text)

@@ -50,7 +50,7 @@ def test_a_key_is_found_where_clients_put_it() -> None:
     assert found(x_api_key="sk-of-the-engine", Authorization=f"Bearer {DATA_KEY}") == "app"
 
 
-def test_what_is_no_key_finds_none() -> None:
+def test_invalid_key_finds_none() -> None:
     """Rubbish is no error, and if our own header is there, only it counts."""
     assert found() is None
     assert found(Authorization="Basic dTpw") is None
@@ -152,7 +152,7 @@ def test_a_login_ends_with_its_time_and_is_not_the_key() -> None:
     assert len(logins) == 1  # the expired one is forgotten
 
 
-def test_so_many_logins_are_remembered_and_no_more() -> None:
+def test_remembered_logins_are_bounded() -> None:
     """The oldest is forgotten first."""
     key = KEYRING.find(ADMIN_KEY)
     assert key is not None

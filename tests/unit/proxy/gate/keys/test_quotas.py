@@ -159,7 +159,7 @@ async def test_a_turn_that_reports_no_usage_counts_by_its_sizes(end: TurnEnd) ->
         (TurnEnd(now_s=0.0, turn_id=1, outcome="failed"), True, 0),
     ],
 )
-async def test_what_was_granted_counts_until_somebody_trusted_knows_better(
+async def test_granted_tokens_count_until_a_trusted_report_corrects_them(
     end: TurnEnd, is_trusted: bool, used_tokens: int
 ) -> None:
     """A stranger's report of less is not believed, and one of more is."""
@@ -235,7 +235,7 @@ async def test_a_program_too_many_is_refused_until_another_has_ended() -> None:
     assert world.quotas.programs_count("ci") == 2
 
 
-async def test_other_limits_hold_from_the_next_turn_on() -> None:
+async def test_changed_limits_hold_from_the_next_turn_on() -> None:
     """This is as after a change of the key file; programs stay counted."""
     world = World()
     world.opens(key(programs_count=1), "a")
