@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from structlog.testing import capture_logs
-from tests.unit.scale.test_links_join_turns_to_their_parents import Unwatched
+from tests.unit.scale.test_links import Unwatched
 
 from thunderagent.errors import FencedError, StoreError
 from thunderagent.programs.messages import ProgramOpened, ProgramReleased, ReplicaUp
