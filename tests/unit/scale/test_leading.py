@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 from structlog.testing import capture_logs
-from tests.unit.scale.test_links import Unwatched
 
+from tests.unit.scale.test_links import Unwatched
 from thunderagent.errors import FencedError, StoreError
 from thunderagent.programs.messages import ProgramOpened, ProgramReleased, ReplicaUp
 from thunderagent.programs.policies.baselines.cap import Cap
