@@ -148,20 +148,32 @@ def kill(process: Process) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def containers_of(engine: DockerEngine, program_id: str) -> list[dict[str, Any]]:
-    """Return the containers with a program's label, running or not."""
+PREPARED = "thunderagent.sandbox-id"
+"""A label of each container that the proxy made; whose it is may change."""
+
+
+def containers_with(engine: DockerEngine, label: str) -> list[dict[str, Any]]:
+    """Return the containers with a label, running or not."""
     with contextlib.closing(engine.client()) as client:
-        found: list[dict[str, Any]] = client.containers(
-            all=True, filters={"label": f"thunderagent.program-id={program_id}"}
-        )
+        found: list[dict[str, Any]] = client.containers(all=True, filters={"label": label})
         return found
 
 
+def containers_of(engine: DockerEngine, program_id: str) -> list[dict[str, Any]]:
+    """Return the containers with a program's label, running or not."""
+    return containers_with(engine, f"thunderagent.program-id={program_id}")
+
+
 async def until_gone(engine: DockerEngine, program_id: str) -> None:
-    """Wait until a program has no container. Raises TimeoutError."""
+    """Wait until no container has a program's label. Raises TimeoutError."""
+    await until_none_with(engine, f"thunderagent.program-id={program_id}")
+
+
+async def until_none_with(engine: DockerEngine, label: str) -> None:
+    """Wait until no container has a label. Raises TimeoutError."""
 
     async def is_gone() -> bool:
-        return not await asyncio.to_thread(containers_of, engine, program_id)
+        return not await asyncio.to_thread(containers_with, engine, label)
 
     await until(is_gone, within_s=60)
 
@@ -234,10 +246,10 @@ async def test_agent_works_in_the_sandbox_that_the_proxy_prepares(
     async with run_proxy((replica,), *options) as proxy, run_mini(proxy, "poet-9") as process:
 
         async def asks_and_is_prepared() -> bool:
-            return bool(replica.asked) and bool(containers_of(engine, "poet-9"))
+            return bool(replica.asked) and bool(containers_with(engine, PREPARED))
 
         await until(asks_and_is_prepared, within_s=120)
-        (sandbox,) = containers_of(engine, "poet-9")
+        (sandbox,) = containers_with(engine, PREPARED)
         with contextlib.closing(engine.client()) as client:
             client.exec_start(client.exec_create(sandbox["Id"], ["touch", "/go"]))
         output = (await process.communicate())[0].decode()
@@ -246,7 +258,7 @@ async def test_agent_works_in_the_sandbox_that_the_proxy_prepares(
         assert len(turns) == len(replica.commands), output
         assert "prepared" in turns[1][1]["messages"][-1]["content"]
         assert POEM in json.loads((tmp_path / "run.json").read_text())["info"]["submission"]
-        assert [each["Id"] for each in containers_of(engine, "poet-9")] == [sandbox["Id"]]
+        assert [each["Id"] for each in containers_with(engine, PREPARED)] == [sandbox["Id"]]
         async with httpx2.AsyncClient(base_url=proxy.url, timeout=60) as admin:
             await admin.post("/programs/release", json={"program_id": "poet-9"})
-        await until_gone(engine, "poet-9")
+        await until_none_with(engine, PREPARED)
