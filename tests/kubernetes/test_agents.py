@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from benchmarks.environments import RealEngineError
 from tests.kubernetes.conftest import until_it_says
 from tests.kubernetes.parts import AGENTS
 from tests.kubernetes.test_sandboxes import serving, until_told
-from tests.real.test_agent_environments import SWE_REX
+from tests.real.test_agent_environments import SWE_REX, output_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,19 +77,8 @@ async def test_an_agent_lives_in_a_pod_of_its_program(
             "THUNDERAGENT_PROGRAM_ID": PROGRAM,
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         }
-        process = await asyncio.create_subprocess_exec(
-            *(str(python), "-c", SCRIPTS[agent], str(tmp_path / "moved")),
-            env={**os.environ, **variables},
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-        )
-        try:
-            output, _ = await process.communicate()
-        finally:
-            if process.returncode is None:
-                process.kill()
-        assert process.returncode == 0, output.decode()
+        status, output = await output_of((str(python), "-c", SCRIPTS[agent], str(tmp_path / "moved")), variables)
+        assert status == 0, output
         assert namespace.names("pods"), "the agent removes nothing"
         await client.post("/programs/release", json={"program_id": PROGRAM})
 

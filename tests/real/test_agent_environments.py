@@ -25,7 +25,7 @@ from tests.real.mini_swe_agent import SUBMIT, ScriptedReplica, engine_with_bash
 from tests.real.support import until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
     from contextlib import AbstractAsyncContextManager
     from typing import NoReturn
 
@@ -176,6 +176,13 @@ async def run(folder: Path, engine: DockerEngine, proxy: Server, *words: str) ->
         "NO_PROXY": "127.0.0.1",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     }
+    return await output_of(words, variables, folder)
+
+
+async def output_of(
+    words: Iterable[str], variables: Mapping[str, str], folder: Path | None = None
+) -> tuple[int | None, str]:
+    """Run a command with further variables until it ends, or until this is cancelled; return status and output."""
     process = await asyncio.create_subprocess_exec(
         *words,
         cwd=folder,

@@ -162,13 +162,28 @@ class Entry:
         return ENTRY_BYTES + self.frames_bytes + blocks_bytes + lineage_bytes + self.taken_bytes
 
 
-def place(lineage: Lineage | None, turn: Turn, answered: Answered, *, has_answers: bool | None, is_over: bool) -> int:
-    """Put a turn with its tokens into its program's chains; return how many were generated. Without room: none."""
-    if is_over and not turn.missing:
-        turn.missing = "too_large"
-    prompt = answered.prompt
-    if prompt is None or lineage is None or is_over:
-        return 0
+def place(
+    lineage: Lineage | None,
+    turn: Turn,
+    answered: Answered,
+    *,
+    has_answers: bool | None,
+    turns_count: int,
+    is_full: bool,
+) -> tuple[bytes, int]:
+    """Put a turn with its tokens into its program's chains; return its record, and how many tokens were generated.
+
+    After `turns_count` turns, or if the memory `is_full`, tokens are left out; after twice as many the record is empty.
+    """
+    output_tokens = 0
+    if turn.seq >= turns_count or is_full:
+        turn.missing = turn.missing or "too_large"
+    elif lineage is not None and answered.prompt is not None:
+        output_tokens = _placed(lineage, turn, answered, answered.prompt, has_answers=has_answers)
+    return frame_of(turn) if turn.seq < 2 * turns_count else b"", output_tokens
+
+
+def _placed(lineage: Lineage, turn: Turn, answered: Answered, prompt: bytes, *, has_answers: bool | None) -> int:
     placed = lineage.find(prompt, has_answers=has_answers)
     try:
         turn.prompt_new = in_planes(packed_text(prompt[placed.shared :]))
@@ -270,8 +285,19 @@ class Table:
         self._give_back(entry)
         entry.taken, entry.taken_prompt = [], b""
         for each in taken:
+            turn: Turn = each.turn
             try:
-                self._record(entry, each.turn, each.answered(entry), has_answers=each.has_answers)
+                answered: Answered = each.answered(entry)
+                turn.seq, is_full = entry.rollout.turns_count, self._is_full(entry)
+                frame, output_tokens = place(
+                    entry.lineage,
+                    turn,
+                    answered,
+                    has_answers=each.has_answers,
+                    turns_count=self._turns_count,
+                    is_full=is_full,
+                )
+                self._note(entry, turn, frame, output_tokens)
             except Exception as error:
                 entry.rollout.complete = False
                 failed.append(repr(error))
@@ -347,20 +373,6 @@ class Table:
         self._give_back(entry)
         self._after(entry)
         return count
-
-    def record(self, entry: Entry, turn: Turn, answered: Answered, *, has_answers: bool | None) -> None:
-        """Add a turn that has ended, and is settled."""
-        if entry.rollout.ended:  # another generation took its place
-            return
-        entry.taken_count += 1
-        self._record(entry, turn, answered, has_answers=has_answers)
-        self._after(entry)
-
-    def _record(self, entry: Entry, turn: Turn, answered: Answered, *, has_answers: bool | None) -> None:
-        turn.seq = seq = entry.rollout.turns_count
-        is_over = seq >= self._turns_count or self._is_full(entry)
-        output_tokens = place(entry.lineage, turn, answered, has_answers=has_answers, is_over=is_over)
-        self._note(entry, turn, frame_of(turn) if seq < 2 * self._turns_count else b"", output_tokens)
 
     def _note(self, entry: Entry, turn: Turn, frame: bytes, output_tokens: int) -> None:
         """Add a turn with its record, if it has one."""

@@ -55,6 +55,28 @@ def rollout(program_id: str = "a", generation: int = 1, **fields: object) -> Rol
     return Rollout(program_id=program_id, generation=generation, **fields)  # type: ignore[arg-type]
 
 
+class Said:
+    """A turn that has ended, with what its engine said."""
+
+    size_bytes = 0
+
+    def __init__(self, turn: Turn, answered: Answered, *, has_answers: bool) -> None:
+        self.turn = turn
+        self.has_answers = has_answers
+        self._answered = answered
+
+    def shorten(self, _: Entry) -> None: ...
+
+    def answered(self, _: Entry) -> Answered:
+        return self._answered
+
+
+def record(to: Table, entry: Entry, turn: Turn, answered: Answered, *, has_answers: bool) -> None:
+    """Have a turn taken and settled."""
+    to.take(entry, Said(turn, answered, has_answers=has_answers))
+    assert to.settle(entry) == []
+
+
 def add(
     to: Table,
     prompt: list[int],
@@ -74,7 +96,7 @@ def add(
     answered = Answered(text_of_ids(prompt))
     answered.outputs, answered.texts = packed, [text_of_ids(ids) for ids in outputs]
     entry = granted(to, of)
-    to.record(entry, turn, answered, has_answers=has_answers)
+    record(to, entry, turn, answered, has_answers=has_answers)
     return turn
 
 
@@ -297,10 +319,10 @@ def test_verdicts_and_gaps_mask_a_rollout() -> None:
     entry = to.find("a")
     assert entry is not None
     assert not entry.rollout.mask_sample
-    to.record(entry, Turn(seq=0, verdict="agent_error", tries_count=1), NOTHING, has_answers=True)
+    record(to, entry, Turn(seq=0, verdict="agent_error", tries_count=1), NOTHING, has_answers=True)
     assert not entry.rollout.mask_sample
     failed = Turn(seq=0, verdict="infrastructure_failed", tries_count=1, missing="no_ids")
-    to.record(entry, failed, NOTHING, has_answers=True)
+    record(to, entry, failed, NOTHING, has_answers=True)
     assert entry.rollout.mask_sample
     assert not entry.rollout.complete
 
@@ -337,7 +359,7 @@ def test_turn_under_way_does_not_outlive_the_next_of_its_name() -> None:
     to.ended("a", 1, "", 5.0)
     add(to, [1], [2], of=rollout(generation=2))
     assert (entry.rollout.ended, entry.rollout.complete) == (True, False)
-    to.record(entry, Turn(seq=0, tries_count=1), NOTHING, has_answers=True)
+    record(to, entry, Turn(seq=0, tries_count=1), NOTHING, has_answers=True)
     assert entry.rollout.turns_count == 0
 
 
@@ -345,7 +367,7 @@ def test_tokens_that_are_none_are_unreadable() -> None:
     """The turn is recorded without them, and what comes after it is not measured by them."""
     to = table()
     turn = Turn(seq=0, tries_count=1)
-    to.record(granted(to), turn, Answered(b'1,"2",'), has_answers=False)
+    record(to, granted(to), turn, Answered(b'1,"2",'), has_answers=False)
     assert (turn.missing, turn.prompt_new) == ("unreadable", b"")
     assert add(to, [1, 5], [2]).link == "root"
     for text in (b'"x",', b"1.5,", b"99999999999,"):

@@ -22,7 +22,6 @@ from thunderagent.rollouts.records import (
     SettledBatch,
     Span,
     Turn,
-    frame_of,
     turns_in,
 )
 from thunderagent.rollouts.table import NOTHING, Answered, Entry, place
@@ -156,9 +155,14 @@ class Settler:
         taken = received(sent)
         turn = taken.turn
         turn.seq = seq
-        answered, is_over = taken.answered(entry), is_full or seq >= turns_count
-        output_tokens = place(entry.lineage, turn, answered, has_answers=taken.has_answers, is_over=is_over)
-        frame = frame_of(turn) if seq < 2 * turns_count else b""
+        frame, output_tokens = place(
+            entry.lineage,
+            turn,
+            taken.answered(entry),
+            has_answers=taken.has_answers,
+            turns_count=turns_count,
+            is_full=is_full,
+        )
         return Settled(turn.link, turn.missing, turn.prompt_tokens, output_tokens, frame)
 
 
