@@ -11,17 +11,16 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 from benchmarks.machine import save_results
+from thunderagent.simulator.figures.intervals import Interval
 
 FIGURE = Path(__file__).parents[1] / "docs/assets/training.svg"
 ARMS = {"through": "with the proxy", "direct": "without"}
 LAST_COUNT = 5
 """Steps at the end whose mean reward is a run's."""
-T_95 = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}
-"""Of Student's t, by degrees of freedom."""
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 760, 340, 56, 20, 20, 44
 
 
@@ -29,11 +28,10 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, float]:
     """Return the rewards at the end, with the 95 % interval of their difference, and the time of a step."""
     ends = {arm: [mean(run[arm]["rewards"][-LAST_COUNT:]) for run in runs] for arm in ARMS}
     found = {f"{arm}_{name}": value for arm in ARMS for name, value in _of_arm(runs, arm, ends[arm]).items()}
-    differences = [on - off for on, off in zip(ends["through"], ends["direct"], strict=True)]
-    found["difference"] = mean(differences)
+    difference = Interval.of([on - off for on, off in zip(ends["through"], ends["direct"], strict=True)])
+    found["difference"] = difference.mean
     if len(runs) > 1:
-        half = T_95[len(runs) - 1] * stdev(differences) / len(runs) ** 0.5
-        found |= {"difference_low": mean(differences) - half, "difference_high": mean(differences) + half}
+        found |= {"difference_low": difference.low, "difference_high": difference.high}
     found["speed_ratio"] = found["direct_step_s"] / found["through_step_s"]
     return found
 
