@@ -316,7 +316,7 @@ async def test_a_call_goes_on_when_its_caller_leaves(one: bool) -> None:
         assert proxy.runtime.replicas.states[id_of(replica)].suspended_for == ()
 
 
-async def test_pure_question_ends_with_its_caller() -> None:
+async def test_question_to_an_engine_ends_with_its_caller() -> None:
     async with replicas_behind(1) as (proxy, (replica,)):
         replica.behaviour = Gate()
         async with Wire.open(proxy.url) as wire:

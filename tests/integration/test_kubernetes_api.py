@@ -326,7 +326,7 @@ async def test_a_watch_lasts_whole_seconds(pods: client.CoreV1Api) -> None:
     assert "BadRequest" in await fails(400, watched, pods, "100", timeout_seconds=0.4)
 
 
-async def test_bookmarks_carry_the_newest_version(api: KubernetesApi, pods: client.CoreV1Api) -> None:
+async def test_watch_that_asks_for_bookmarks_gets_one_at_its_end(api: KubernetesApi, pods: client.CoreV1Api) -> None:
     """A watch that asks for bookmarks gets one at its end at the latest."""
     assert await ask(watched, pods, "100", allow_watch_bookmarks=True) == [("BOOKMARK", "")]
 

@@ -208,7 +208,7 @@ async def test_sandboxes_live_in_two_namespaces(api: KubernetesApi, driver: Kube
     await until(lambda: not api.objects)
 
 
-async def test_id_that_no_label_can_hold_is_hashed_in_the_label(api: KubernetesApi, driver: KubernetesDriver) -> None:
+async def test_id_that_no_label_can_hold_comes_back_unchanged(api: KubernetesApi, driver: KubernetesDriver) -> None:
     """Program and owner ids may be any text: they return unchanged, and different ids stay different."""
     program_ids = ["x" * 256, "x" * 255 + "y", "ünï/çødé id\n!"]
     for number, program_id in enumerate(program_ids):
@@ -438,7 +438,7 @@ async def test_a_namespace_that_is_refused_is_not_looked_into(api: KubernetesApi
 
 
 @pytest.mark.parametrize("status", [401, 429, 500, 503])
-async def test_api_that_cannot_answer_now_is_asked_again(
+async def test_api_that_cannot_answer_now_is_an_engine_error(
     api: KubernetesApi, driver: KubernetesDriver, status: int
 ) -> None:
     """Answers that may change in a while are the engine's trouble."""
@@ -1150,7 +1150,7 @@ async def test_a_preparation_bears_with_an_api_that_is_away_for_a_moment(api: Ku
             await preparing
 
 
-async def test_api_that_is_down_at_the_start_fails_the_driver(api: KubernetesApi) -> None:
+async def test_driver_made_without_an_api_server_works_once_one_runs(api: KubernetesApi) -> None:
     """A driver can be made without an API server, and works as soon as one runs."""
     await api.stop()
     async with driver_of(api) as driver:
@@ -1176,7 +1176,7 @@ async def test_the_configuration_of_kubectl_is_read(api: KubernetesApi, tmp_path
     await driver.close()
 
 
-async def test_driver_without_a_configuration_is_refused(tmp_path: Path) -> None:
+async def test_missing_configuration_is_an_engine_error_once_it_is_needed(tmp_path: Path) -> None:
     """An unreadable configuration is the engine's trouble when it is needed, not before."""
     driver = KubernetesDriver(OWNER, kubeconfig=tmp_path / "none", concurrency_count=1)
     with pytest.raises(SandboxEngineError, match="no usable configuration"):
@@ -1187,7 +1187,7 @@ async def test_driver_without_a_configuration_is_refused(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "text", ["clusters: [", "- a\n- b\n", "clusters: 1\ncontexts: 2\nusers: 3\ncurrent-context: x\n"]
 )
-async def test_half_written_configuration_is_refused(tmp_path: Path, text: str) -> None:
+async def test_half_written_configuration_is_an_engine_error(tmp_path: Path, text: str) -> None:
     """Whatever its parser makes of it is the engine's trouble, too."""
     path = tmp_path / "config"
     path.write_text(text)

@@ -220,7 +220,7 @@ def test_release_during_a_turn_leaves_no_pin() -> None:
     assert not made.ended("r", 5, [1], 1.0)
 
 
-def test_eligible_request_may_take_pins() -> None:
+def test_pins_of_younger_programs_may_be_taken_first() -> None:
     made = agents()
     turn(made, "old", 0.0)
     made.arrived("asker", "mid", 10, None, 0.0)

@@ -80,7 +80,7 @@ async def test_bad_bodies_are_refused(body: bytes, status: int) -> None:
     assert (await ask(Core({}), body))[0] == status
 
 
-async def test_unrelated_methods_and_engines_pass() -> None:
+async def test_unknown_methods_and_engines_without_programs_are_refused() -> None:
     assert (await ask(Core({}), method="DELETE"))[0] == 405
     assert (await ask(object()))[0] == 501
     assert (await ask(Core()))[0] == 503

@@ -166,7 +166,7 @@ def test_a_profile_without_splits_is_refused() -> None:
         adaptive_of(profile_of(), 55)
 
 
-def test_static_splits_are_kept_or_absent() -> None:
+def test_static_splits_ignore_the_load() -> None:
     """They ignore the load."""
     assert [Static(8, 16).split(stage, 9) for stage in ("encode", "prefill")] == [8, 16]
     assert Whole().split("encode", 9) is None

@@ -110,6 +110,6 @@ def test_unready_proxy_says_why_once_and_when_it_is_ready() -> None:
     run(test())
 
 
-def test_proxy_announces_nothing_where_nobody_listens() -> None:
+def test_announcing_without_a_listener_ends_at_once() -> None:
     """It ends at once."""
     run(announce(None, Source("no replica is up"), "http://here", "policy p"))

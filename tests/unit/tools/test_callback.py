@@ -520,7 +520,7 @@ async def test_the_environment_names_no_proxy(elsewhere: Elsewhere, monkeypatch:
         await driver.prepare(order_at(elsewhere))
 
 
-async def test_broken_connection_is_tried_again(elsewhere: Elsewhere, driver: CallbackDriver) -> None:
+async def test_sandbox_behind_a_broken_connection_is_given_back(elsewhere: Elsewhere, driver: CallbackDriver) -> None:
     """After a broken answer it is unknown what was made, so that is given back."""
 
     async def cut(request: web.Request) -> web.StreamResponse:
@@ -916,7 +916,7 @@ async def test_nothing_is_found(driver: CallbackDriver) -> None:
     await driver.sweep()
 
 
-async def test_watching_reports_appearances_and_ends(driver: CallbackDriver) -> None:
+async def test_watching_reports_nothing_and_ends_with_the_driver(driver: CallbackDriver) -> None:
     """It reports nothing, and ends with the driver."""
     watching = asyncio.ensure_future(anext(driver.watch(), None))
     await asyncio.sleep(0.02)

@@ -477,7 +477,7 @@ async def test_commands_of_sandboxes_that_are_shared_are_nobodys_tool() -> None:
         assert world.programs.tools == [("r", "ls")]
 
 
-async def test_sandboxes_running_when_contact_was_lost_are_forgotten() -> None:
+async def test_commands_running_when_contact_was_lost_are_forgotten() -> None:
     """Its end may have been missed: the next command is a new tool."""
     async with running() as world:
         handle = (await world.has_ready("p"))["handle"]

@@ -216,7 +216,7 @@ def test_a_replica_without_a_turn_lets_the_first_in_whoever_is_held_there() -> N
 
 
 @pytest.mark.parametrize("end", ["finishes", "fails", "is_abandoned"])
-def test_running_program_is_paused_when_its_last_turn_ends(end: str) -> None:
+def test_expired_program_makes_room_when_the_last_turn_there_ends(end: str) -> None:
     """There is no tick in between; the second in the queue waits for the first one's turn."""
     driver = driver_with()
     turns = driver.keeps_busy("r0", "r0")

@@ -25,7 +25,7 @@ def test_every_path_of_an_answer_leads_to_its_maker(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/responses/", "/v1/responses/resp_2", "/v1/files/resp_1", "/"])
-def test_unrelated_paths_lead_nowhere(path: str) -> None:
+def test_unrelated_paths_have_no_maker(path: str) -> None:
     made = MadeAnswers(10)
     made.keep("resp_1", "r0")
     assert made.maker_of(path) is None
@@ -59,7 +59,7 @@ def test_the_oldest_are_forgotten_first() -> None:
 
 
 @pytest.mark.parametrize("limit_count", [1, 3, 7, 8, 100, 1001])
-def test_known_paths_are_bounded(limit_count: int) -> None:
+def test_known_answers_are_bounded(limit_count: int) -> None:
     made = MadeAnswers(limit_count)
     for number in range(4 * limit_count):
         made.keep(f"resp_{number}", "r0")

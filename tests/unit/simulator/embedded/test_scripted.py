@@ -53,7 +53,7 @@ def test_an_instance_is_small_and_satisfies_its_schema(schema: Any, expected: ob
         False,
     ],
 )
-def test_engine_without_a_known_instance_is_refused(schema: Any) -> None:
+def test_schema_without_a_known_instance_is_refused(schema: Any) -> None:
     """No made-up arguments."""
     with pytest.raises(ApiError):
         instance_of(schema)
