@@ -28,16 +28,21 @@ def tokens_in(seed: int, count: int = 200) -> list[int]:
     return [100 + (seed * 7 + index * 13) % 1500 for index in range(count)]
 
 
-async def ask_and_leave(proxy: Server, target: str, body: bytes = b"") -> None:
-    """Send a command, and close the connection without waiting for its answer."""
+async def ask_and_leave(client: httpx2.AsyncClient, proxy: Server, target: str, body: bytes = b"") -> None:
+    """Send a command, and close the connection once it is under way: before that, a later call may overtake it."""
     host = proxy.url.removeprefix("http://")
-    _, writer = await asyncio.open_connection(*host.split(":"))
+    reader, writer = await asyncio.open_connection(*host.split(":"))
     said = f"Host: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     head = f"POST {target} HTTP/1.1\r\n{said}\r\n\r\n"
     writer.write(head.encode() + body)
-    await writer.drain()
+    answer = asyncio.create_task(reader.readline())
+
+    async def is_under_way() -> bool:
+        return answer.done() or "call" in await suspended_for(client, proxy)
+
+    await until(is_under_way)
     writer.close()
-    await writer.wait_closed()
+    await asyncio.gather(answer, writer.wait_closed())
 
 
 async def suspended_for(client: httpx2.AsyncClient, proxy: Server) -> list[str]:
@@ -188,7 +193,7 @@ async def test_no_turn_runs_into_a_command_whose_caller_leaves(
 
         rollouts = [asyncio.create_task(rollout(number)) for number in range(4)]
         await until(lambda: asyncio.sleep(0, len(answered) >= 8))
-        await ask_and_leave(proxy_of_one, call)
+        await ask_and_leave(client, proxy_of_one, call)
 
         async def is_quiet() -> bool:
             queue = (await client.get(f"{proxy_of_one.url}/queue")).json()
@@ -251,7 +256,7 @@ async def test_no_turn_runs_into_new_weights_whose_caller_leaves(engine: RealEng
             enough = texts.total() + 8
             await until(lambda enough=enough: asyncio.sleep(0, texts.total() >= enough))
             await tell("/pause?mode=wait")
-            await ask_and_leave(proxy_of_one, "/collective_rpc", json.dumps(weights(number)).encode())
+            await ask_and_leave(client, proxy_of_one, "/collective_rpc", json.dumps(weights(number)).encode())
             await tell("/reset_prefix_cache")
             await tell("/resume")
         over.set()

@@ -347,7 +347,7 @@ INVENTORY = (
     '[ -f "$f" ] && [ ! -L "$f" ] && md5sum < "$f"; done; ls -A /dev/shm /dev/mqueue; '
     "cut -d' ' -f2,3 /proc/mounts; cat /proc/net/tcp* /proc/net/udp* /proc/net/unix | wc -l; "
     "tr '\\0' '\\n' < /proc/1/environ | grep -v HOSTNAME; env | grep -v HOSTNAME; "
-    "ps -o args | grep -vE 'sh -c|ps -o|find|sort|PID|COMMAND' | sed 's/[0-9]//g' | sort"
+    "ps -o args | grep -vE 'sh -c|ps -o|find|sort|sed|PID|COMMAND' | sed 's/[0-9]//g' | sort"
 )
 MISCHIEF = (
     "echo SECRET > /secret; echo SECRET > /repo/src/file9; rm -rf /repo/src/file1; echo SECRET >> /etc/hosts;"
