@@ -157,7 +157,7 @@ class Turns:
         self._forwarding = Forwarding(
             client, replicas, watcher, self._budget, metrics, names_programs=settings.names_programs
         )
-        self._relay = Relay(client, self._forwarding, made, self._inference, metrics, websockets)
+        self._relay = Relay(client, self._forwarding, made, self._inference, websockets)
         self._write = line_writer(log)
         self._loop: asyncio.AbstractEventLoop | None = None
         """Cached, because asking for it costs a system call."""
@@ -487,7 +487,8 @@ class Turns:
             record.recording.ended(record, record.turn_id)
         duration_s = monotonic() - record.arrived_s
         is_there = record.replica_id is not None and record.replica_id in self._leases.replicas.states
-        self._metrics.turn_ended(record.replica_id if is_there else None, record.status, duration_s)
+        replica_id = record.replica_id if is_there else None
+        self._metrics.turn_ended(replica_id, record.status, duration_s, record.first_s, record.between_s)
         line = record.line(duration_s, REQUEST_ID.get())
         if self._write is not None:
             self._write(line)

@@ -340,6 +340,10 @@ class Record:
     failed_ids: tuple[str, ...] = ()
     """Replicas that answered it 5xx, or began an answer with an error."""
     probe: asyncio.Future[bool] | None = None
+    first_s: float | None = None
+    """From its arrival to the first bytes of its stream, if that came to its end."""
+    between_s: float | None = None
+    """Mean time between two events of that."""
     tool = ""
     salt = ""
     """What its engine was told to separate its cache by, with the last try; empty if nothing."""

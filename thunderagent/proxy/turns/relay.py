@@ -26,7 +26,6 @@ from thunderagent.proxy.reading.inference import Inference
 from thunderagent.proxy.reading.outline import LARGE_BODY_BYTES
 from thunderagent.proxy.turns.forward import Forwarding
 from thunderagent.proxy.turns.record import Record
-from thunderagent.proxy.watch.turn_metrics import TurnMetrics
 from thunderagent.proxy.wire.exchange import Channel, Exchange, Wait, done
 from thunderagent.proxy.wire.headers import LOCATION, forwarded_response_headers, lead_back
 from thunderagent.proxy.wire.http11.client import Answer
@@ -71,7 +70,6 @@ class Relay:
         forwarding: Forwarding,
         made: MadeAnswers,
         inference: Inference | None,
-        metrics: TurnMetrics,
         websockets: Websockets,
     ) -> None:
         """Read with `client`; `made` records who made which answer, `inference` how prompts go on, if it is on."""
@@ -79,7 +77,6 @@ class Relay:
         self._forwarding = forwarding
         self.made = made
         self._inference = inference
-        self._metrics = metrics
         self._websockets = websockets
 
     async def relay(self, exchange: Exchange, record: Record, lease: OpenLease, upstream: Answer) -> None:
@@ -196,11 +193,10 @@ class Relay:
 
     def _end_stream(self, record: Record, lease: OpenLease, streamed: _Streamed) -> None:
         events = streamed.events
-        if streamed.first_s and record.replica_id is not None and record.status is not None:
+        if streamed.first_s:
             gaps_count = events.events_count - 1
-            between_s = (streamed.last_s - streamed.first_s) / gaps_count if gaps_count > 0 else None
-            first_s = streamed.first_s - record.arrived_s
-            self._metrics.turn_streamed(record.replica_id, record.status, first_s, between_s)
+            record.between_s = (streamed.last_s - streamed.first_s) / gaps_count if gaps_count > 0 else None
+            record.first_s = streamed.first_s - record.arrived_s
         record.usage, record.tool, record.error = events.usage, events.tool, events.error
         self._end_lease(record, lease)
 

@@ -42,11 +42,11 @@ Labels = tuple[str, ...]
 class Series:
     """The values of one histogram under one set of labels."""
 
-    __slots__ = ("_buckets", "_created_s", "bucket_counts", "total")
+    __slots__ = ("_created_s", "bucket_counts", "buckets", "total")
 
     def __init__(self, buckets: Sequence[float]) -> None:
         """Start empty; `buckets` end with infinity."""
-        self._buckets = buckets
+        self.buckets = buckets
         self.bucket_counts = [0] * len(buckets)
         """How many values were in each bucket, those above all bounds last."""
         self.total = 0.0
@@ -58,7 +58,7 @@ class Series:
 
     def add_to(self, family: HistogramMetricFamily, name: str, labels: dict[str, str]) -> None:
         """Add the counts to a family."""
-        named = [*zip(map(floatToGoString, self._buckets), self.counts_up_to(), strict=True)]
+        named = [*zip(map(floatToGoString, self.buckets), self.counts_up_to(), strict=True)]
         family.add_metric(list(labels.values()), named, self.total)
         family.add_sample(f"{name}_created", labels, self._created_s)
 
@@ -79,28 +79,32 @@ class Histogram:
         self._documentation = documentation
         self._buckets = (*map(float, buckets), inf)
         self._labels = labels
-        self._series: dict[Labels, Series] = {}
+        self.series: dict[Labels, Series] = {}
+        """By the values of the labels."""
         if not labels:
-            self._series[()] = Series(self._buckets)
+            self.begin(())
         registry.register(self)
 
-    def observe(self, value: float, labels: Labels = ()) -> None:
-        """Count a value in the series of these label values."""
-        series = self._series.get(labels)
-        if series is None:
-            series = self._series[labels] = Series(self._buckets)
-        series.bucket_counts[bisect_left(self._buckets, value)] += 1
+    def observe(self, value: float) -> None:
+        """Count a value, if it has no labels."""
+        series = self.series[()]
+        series.bucket_counts[bisect_left(series.buckets, value)] += 1
         series.total += value
+
+    def begin(self, labels: Labels) -> Series:
+        """Return the series of these label values, which begins now."""
+        series = self.series[labels] = Series(self._buckets)
+        return series
 
     def forget(self, value: str) -> None:
         """Remove all series whose first label has this value."""
-        for values in [values for values in self._series if values[0] == value]:
-            del self._series[values]
+        for values in [values for values in self.series if values[0] == value]:
+            del self.series[values]
 
     def collect(self) -> Iterator[Metric]:
         """Yield the family."""
         family = HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
-        for values, series in self._series.items():
+        for values, series in self.series.items():
             series.add_to(family, self._name, dict(zip(self._labels, values, strict=True)))
         yield family
 
@@ -157,20 +161,33 @@ class TurnMetrics:
 
     def turn_granted(self, held_s: float, added_s: float) -> None:
         """Count how long a turn waited for its lease, and the other added latency."""
-        self._hold.observe(held_s)
         self._percentiles_of[0][bisect_left(PERCENTILE_BUCKETS_S, held_s)] += 1
-        self._added.observe(added_s)
+        for histogram, value_s in ((self._hold, held_s), (self._added, added_s)):
+            series = histogram.series[()]
+            series.bucket_counts[bisect_left(series.buckets, value_s)] += 1
+            series.total += value_s
 
-    def turn_streamed(self, replica_id: str, status: int, first_s: float, between_s: float | None) -> None:
-        """Count a stream by the time of its first bytes and by the mean time between its events, if it had two."""
-        self._first_token.observe(first_s, (replica_id, str(status)))
-        self._percentiles_of[1][bisect_left(PERCENTILE_BUCKETS_S, first_s)] += 1
-        if between_s is not None:
-            self._between_tokens.observe(between_s, (replica_id, str(status)))
-
-    def turn_ended(self, replica_id: str | None, status: int | None, duration_s: float) -> None:
-        """Count a turn by its total time."""
-        self._duration.observe(duration_s, (replica_id or "", NO_STATUS if status is None else str(status)))
+    def turn_ended(
+        self,
+        replica_id: str | None,
+        status: int | None,
+        duration_s: float,
+        first_s: float | None = None,
+        between_s: float | None = None,
+    ) -> None:
+        """Count a turn by its total time; a stream also by the time to its first bytes, and between its events."""
+        labels = replica_id or "", NO_STATUS if status is None else str(status)
+        for histogram, value_s in (
+            (self._duration, duration_s),
+            (self._first_token, first_s),
+            (self._between_tokens, between_s),
+        ):
+            if value_s is not None:
+                series = histogram.series.get(labels) or histogram.begin(labels)
+                series.bucket_counts[bisect_left(series.buckets, value_s)] += 1
+                series.total += value_s
+        if first_s is not None:
+            self._percentiles_of[1][bisect_left(PERCENTILE_BUCKETS_S, first_s)] += 1
         if status is not None and status < 400:
             self._percentiles_of[2][bisect_left(PERCENTILE_BUCKETS_S, duration_s)] += 1
 

@@ -161,13 +161,11 @@ def test_latency_is_of_the_last_minute() -> None:
     """What was before is forgotten; each time has percentiles of its own, and errors have no duration."""
     world = World()
     world.held(*[100.0] * 50)
-    world.metrics.turn_streamed("r0", 200, 50.0, None)
-    world.metrics.turn_ended("r0", 200, 70.0)
+    world.metrics.turn_ended("r0", 200, 70.0, 50.0)
     world.samples(61)
     world.held(*[0.0] * 60, *[7.5] * 40)
     for number in range(1, 101):
-        world.metrics.turn_streamed("r0", 200, number / 100, None)
-        world.metrics.turn_ended("r0", 200, number / 10)
+        world.metrics.turn_ended("r0", 200, number / 10, number / 100)
         world.metrics.turn_ended("r0", 503, 0.001)
         world.metrics.turn_ended(None, None, 500.0)
     sample, _ = world.history.now()

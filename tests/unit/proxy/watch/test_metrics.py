@@ -34,7 +34,7 @@ def test_a_histogram_is_exposed_as_the_librarys_is(buckets: tuple[float, ...], v
         our_histogram.observe(value)
     assert without_time(generate_latest(ours)) == without_time(generate_latest(theirs))
     assert len(generate_latest(ours).splitlines()) == len(generate_latest(theirs).splitlines())
-    assert our_histogram._series[()].counts_up_to()[-1] == len(values)
+    assert our_histogram.series[()].counts_up_to()[-1] == len(values)
 
 
 def test_a_decision_of_two_words_is_called_what_logs_and_events_call_it() -> None:
