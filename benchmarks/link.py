@@ -12,7 +12,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from time import perf_counter, process_time
+from time import monotonic, perf_counter, process_time
 from typing import Any
 
 import uvloop
@@ -91,13 +91,11 @@ def figures(times_s: Sequence[float]) -> dict[str, float]:
 class Nobody:
     """A keeper of leases that ignores every event."""
 
-    def unverified(self, turn_id: int) -> None:
-        """Ignore it."""
+    def now_s(self) -> float:
+        """Return monotonic seconds."""
+        return monotonic()
 
-    def started(self, turn_id: int) -> None:
-        """Ignore it."""
-
-    def progressed(self, turn_id: int, output_tokens: int) -> None:
+    def dispatch(self, event: object) -> None:
         """Ignore it."""
 
     def ended(self, end: TurnEnd) -> None:

@@ -8,7 +8,7 @@ import pytest
 from tests.builders import asked
 from thunderagent.leases import Lease, ReplicaMap, ReplicaState, TurnAsk, TurnEnd
 from thunderagent.leases.open_lease import LeaseSource, OpenLease
-from thunderagent.programs.messages import ReplicaPolled
+from thunderagent.programs.messages import ReplicaPolled, TurnProgressed, TurnStarted, TurnUnverified
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.runtime import Runtime
@@ -24,14 +24,11 @@ class Keeper:
     def __init__(self) -> None:
         self.heard: list[object] = []
 
-    def unverified(self, turn_id: int) -> None:
-        self.heard.append(("unverified", turn_id))
+    def now_s(self) -> float:
+        return 100.0
 
-    def started(self, turn_id: int) -> None:
-        self.heard.append(("started", turn_id))
-
-    def progressed(self, turn_id: int, output_tokens: int) -> None:
-        self.heard.append(("progressed", turn_id, output_tokens))
+    def dispatch(self, event: object) -> None:
+        self.heard.append(event)
 
     def ended(self, end: TurnEnd) -> None:
         self.heard.append(end)
@@ -62,7 +59,7 @@ def test_the_first_word_on_a_lease_is_the_last() -> None:
         lease.progressed(5)
         lease.finished(100, 20, 80, "bash:ls")
         lease.refused()
-    assert keeper.heard == [("unverified", 7), ("started", 7), ("progressed", 7, 5), END]
+    assert keeper.heard == [TurnUnverified(100.0, 7), TurnStarted(100.0, 7), TurnProgressed(100.0, 7, 5), END]
     with OpenLease(keeper, LEASE):
         pass
     assert keeper.heard[-1] == TurnEnd(7, "p", 3, "abandoned")

@@ -10,20 +10,17 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from thunderagent.leases import UNBOUNDED, Lease, Outcome, ReplicaMap, TurnAsk, TurnEnd
-from thunderagent.programs.messages import Decision, Event
+from thunderagent.programs.messages import Decision, Event, TurnProgressed, TurnStarted, TurnUnverified
 
 
 class LeaseKeeper(Protocol):
     """Hears how a turn with a lease goes. Reports on an unknown turn change nothing."""
 
-    def unverified(self, turn_id: int) -> None:
-        """Record that nobody trusted will report how it goes: nothing shared may be learned from it."""
+    def now_s(self) -> float:
+        """Return monotonic seconds."""
 
-    def started(self, turn_id: int) -> None:
-        """Record that the first byte of the answer arrived."""
-
-    def progressed(self, turn_id: int, output_tokens: int) -> None:
-        """Record about how many tokens were generated so far."""
+    def dispatch(self, event: TurnUnverified | TurnStarted | TurnProgressed, /) -> object:
+        """Hear what happened to it."""
 
     def ended(self, end: TurnEnd) -> None:
         """Take a lease back."""
@@ -58,16 +55,16 @@ class OpenLease:
             self.abandoned()
 
     def unverified(self) -> None:
-        """Mark further reports on this turn as a stranger's."""
-        self._keeper.unverified(self.granted.turn_id)
+        """Report that nobody trusted will report how it goes: nothing shared may be learned from it."""
+        self._keeper.dispatch(TurnUnverified(self._keeper.now_s(), self.granted.turn_id))
 
     def started(self) -> None:
         """Report that the first byte of the answer arrived."""
-        self._keeper.started(self.granted.turn_id)
+        self._keeper.dispatch(TurnStarted(self._keeper.now_s(), self.granted.turn_id))
 
     def progressed(self, output_tokens: int) -> None:
         """Report about how many tokens were generated so far."""
-        self._keeper.progressed(self.granted.turn_id, output_tokens)
+        self._keeper.dispatch(TurnProgressed(self._keeper.now_s(), self.granted.turn_id, output_tokens))
 
     def finished(
         self,

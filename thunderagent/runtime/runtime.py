@@ -66,9 +66,6 @@ from thunderagent.programs.messages import (
     TurnEnd,
     TurnJudged,
     TurnLimited,
-    TurnProgressed,
-    TurnStarted,
-    TurnUnverified,
     least_of,
 )
 from thunderagent.programs.pools import Pools
@@ -463,18 +460,6 @@ class Runtime:
         return replica.account.pending_encode_count if replica is not None else None
 
     # --- what becomes of a turn with a lease; see `LeaseKeeper`
-
-    def unverified(self, turn_id: int) -> None:
-        """Record that nobody trusted will report how a turn goes."""
-        self._writer.dispatch(TurnUnverified(self.now_s(), turn_id))
-
-    def started(self, turn_id: int) -> None:
-        """Record that the first byte of an answer arrived."""
-        self._writer.dispatch(TurnStarted(self.now_s(), turn_id))
-
-    def progressed(self, turn_id: int, output_tokens: int) -> None:
-        """Record about how many tokens were generated so far."""
-        self._writer.dispatch(TurnProgressed(self.now_s(), turn_id, output_tokens))
 
     def tried_again(self, turn_id: int) -> None:
         """Record that the next attempt replaces a turn: it ends as superseded, if it has not ended yet."""

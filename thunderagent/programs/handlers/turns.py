@@ -7,6 +7,7 @@ from math import inf
 from typing import Any, Final
 
 from thunderagent.programs.handlers.programs import Lives
+from thunderagent.programs.learned.capacity import CapacityCorrection
 from thunderagent.programs.messages import (
     TURN_VERDICTS,
     Hold,
@@ -466,24 +467,26 @@ class Turns:
 
     def _turn_started(self, event: TurnStarted) -> None:
         core, turn = self._core, self._core.book.turns.get(event.turn_id)
-        if turn is not None and turn.account_id is not None:
-            core.book.replicas[turn.account_id].account.heard_s = core.book.now_s
-        if turn is not None and turn.account_id is not None and turn.started_s is None:
+        if turn is None or turn.account_id is None:
+            return
+        core.book.replicas[turn.account_id].account.heard_s = core.book.now_s
+        if turn.started_s is None:
             turn.started_s = core.book.now_s
-            self._engine_began(turn)
+            correction = core.knowledge.corrections[turn.account_id]
+            if core.claim_rules.adapt_capacity and not (correction.tells_cached or turn.unrepresentative):
+                self._engine_began(turn, correction)
             if core.stream.flows:
                 core.stream.began(turn)
 
-    def _engine_began(self, turn: Turn) -> None:
-        """Note, when its engine began a turn, what should have been cached of it."""
-        if self._core.claim_rules.adapt_capacity and not turn.unrepresentative:
-            self._core.knowledge.corrections[turn.account_id or ""].turn_seen(
-                turn.kept_tokens,
-                max(0, turn.resident_tokens - turn.kept_tokens),
-                granted_s=turn.granted_s,
-                kept_since_s=turn.kept_since_s,
-                now_s=self._core.book.now_s,
-            )
+    def _engine_began(self, turn: Turn, correction: CapacityCorrection) -> None:
+        """Note, when its engine began a turn, what should have been cached of it, if only the engine's counters tell."""
+        correction.turn_seen(
+            turn.kept_tokens,
+            max(0, turn.resident_tokens - turn.kept_tokens),
+            granted_s=turn.granted_s,
+            kept_since_s=turn.kept_since_s,
+            now_s=self._core.book.now_s,
+        )
 
     def _turn_progressed(self, event: TurnProgressed) -> None:
         turn = self._core.book.turns.get(event.turn_id)
@@ -571,11 +574,12 @@ class Turns:
                 expected_tokens = min(turn.kept_tokens, ended.prompt_tokens)
                 if expected_tokens >= KEEPING_LEAST_TOKENS:
                     replica.keeping.turn_ended(expected_tokens, ended.cached_tokens or 0, turn.kept_since_s)
-        if not tells_cached or has_tier:
-            if turn.started_s is None:
-                self._engine_began(turn)
-        elif core.claim_rules.adapt_capacity:
-            core.knowledge.corrections[turn.account_id or ""].turn_ended(ended)
+        if core.claim_rules.adapt_capacity:
+            correction = core.knowledge.corrections[turn.account_id or ""]
+            if tells_cached and not has_tier:
+                correction.turn_ended(ended)
+            elif turn.started_s is None and not correction.tells_cached:
+                self._engine_began(turn, correction)
         if ended.branch is not None:
             core.knowledge.turn_ended(ended)
 

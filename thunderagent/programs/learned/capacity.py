@@ -170,12 +170,12 @@ class CapacityCorrection:
         "_idle_since_s",
         "_lost_tokens",
         "_step_s",
-        "_tells_cached",
         "_turn_count",
         "_up_ratio",
         "_window",
         "computed_tokens",
         "ratio",
+        "tells_cached",
     )
 
     def __init__(self, now_s: float) -> None:
@@ -186,7 +186,8 @@ class CapacityCorrection:
         self._step_s = self._idle_since_s = now_s
         self._idle_s = 0.0
         self._down_s = -inf
-        self._tells_cached = False
+        self.tells_cached = False
+        """Whether each turn's usage tells what was lost; otherwise the engine's counters do."""
         self._turn_count = 0
         self._ceiling_ratio = HIGHEST_RATIO
         self._up_ratio = STEP_UP_RATIO
@@ -213,13 +214,11 @@ class CapacityCorrection:
     def turn_seen(
         self, expected_tokens: int, other_tokens: int, *, granted_s: float, kept_since_s: float, now_s: float
     ) -> None:
-        """Note that the engine has begun a turn: its first token arrived, or all of it. Only counters need this.
+        """Note that the engine has begun a turn: its first token arrived, or all of it. Only where counters tell.
 
         `expected_tokens` should be cached, because the program has kept its claim since `kept_since_s`; `other_tokens`
         may be. What may have been lost before the last step down is not expected again.
         """
-        if self._tells_cached:
-            return
         if kept_since_s < self._down_s:
             expected_tokens, other_tokens = 0, expected_tokens + other_tokens
         self._window.add(_SeenTurn(now_s, granted_s, expected_tokens, other_tokens))
@@ -230,8 +229,8 @@ class CapacityCorrection:
         Whatever its program had kept since its branch's last turn should be cached. What may have been lost before the
         last step down is not counted again.
         """
-        if not self._tells_cached:
-            self._tells_cached = True
+        if not self.tells_cached:
+            self.tells_cached = True
             self._window.clear()
         turn, prompt_tokens, cached_tokens = ended.turn, ended.prompt_tokens, ended.cached_tokens or 0
         self.computed_tokens += prompt_tokens - cached_tokens + ended.output_tokens
@@ -247,12 +246,12 @@ class CapacityCorrection:
 
         The engine was asked at `asked_s`.
         """
-        if not self._tells_cached:
+        if not self.tells_cached:
             self._window.read(hit_tokens, asked_s, now_s)
 
     def follow_counters(self) -> None:
         """Believe the pool's counters: what turns call cached may have come from a tier behind the pool."""
-        self._tells_cached = False
+        self.tells_cached = False
         self._window.clear()
 
     def preempted(self, tokens: int) -> None:
@@ -288,7 +287,7 @@ class CapacityCorrection:
             lost_at_most_ratio = (self._lost_tokens + self._window.lost_at_most_tokens) / expected_tokens
         if lost_ratio > (EXCEEDED_SLACK_RATIO if may_exceed else LOSS_SLACK_RATIO):
             self._step_down(now_s, lost_ratio)
-        elif self.ratio > 1.0 and not self._tells_cached and lost_at_most_ratio > BEYOND_SLACK_RATIO:
+        elif self.ratio > 1.0 and not self.tells_cached and lost_at_most_ratio > BEYOND_SLACK_RATIO:
             self.ratio = self._ceiling_ratio = max(1.0, self.ratio * (1.0 - lost_at_most_ratio))
             self._up_ratio = STEP_UP_RATIO
         elif wanted and expected_tokens and lost_at_most_ratio < LOSS_FREE_RATIO:
@@ -304,7 +303,7 @@ class CapacityCorrection:
 
     def _step_down(self, now_s: float, lost_ratio: float) -> None:
         down_ratio = min(LARGEST_STEP_RATIO, STEP_DOWN_RATIO * lost_ratio)
-        lowest_ratio = LOWEST_RATIO if self._tells_cached else LOWEST_COUNTED_RATIO
+        lowest_ratio = LOWEST_RATIO if self.tells_cached else LOWEST_COUNTED_RATIO
         self._up_ratio = STEP_UP_RATIO
         self._ceiling_ratio = CEILING_RATIO * self.ratio
         self.ratio = max(lowest_ratio, self.ratio * (1.0 - down_ratio))

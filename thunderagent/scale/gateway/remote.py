@@ -27,6 +27,7 @@ import structlog
 from thunderagent.errors import ShuttingDownError
 from thunderagent.leases import UNBOUNDED, Lease, TurnAsk, TurnEnd
 from thunderagent.leases.open_lease import OpenLease
+from thunderagent.programs.messages import TurnProgressed, TurnStarted, TurnUnverified
 from thunderagent.scale.gateway.carried import CarriedTurns
 from thunderagent.scale.gateway.failing_open import FailingOpen
 from thunderagent.scale.gateway.fleet import RemoteFleet
@@ -351,19 +352,10 @@ class RemoteRuntime:
 
     # --- what becomes of a turn with a lease; see `LeaseKeeper`
 
-    def unverified(self, turn_id: int) -> None:
-        """Record that nobody trusted will report how a turn goes."""
-        self.turns.progressed(turn_id, unverified=True)
-        self.news.set()
-
-    def started(self, turn_id: int) -> None:
-        """Record that the first byte of an answer arrived."""
-        self.turns.progressed(turn_id)
-        self.news.set()
-
-    def progressed(self, turn_id: int, output_tokens: int) -> None:
-        """Record about how many tokens were generated so far."""
-        self.turns.progressed(turn_id, output_tokens)
+    def dispatch(self, event: TurnUnverified | TurnStarted | TurnProgressed, /) -> None:
+        """Tell the scheduler what happened to a turn."""
+        output_tokens = event.output_tokens if isinstance(event, TurnProgressed) else 0
+        self.turns.progressed(event.turn_id, output_tokens, unverified=isinstance(event, TurnUnverified))
         self.news.set()
 
     def ended(self, end: TurnEnd) -> None:

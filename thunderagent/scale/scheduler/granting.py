@@ -14,7 +14,13 @@ from msgspec.structs import replace
 
 from thunderagent.errors import InvalidProgramIdError, ShuttingDownError, ThunderAgentError
 from thunderagent.leases import TurnAsk, TurnEnd
-from thunderagent.programs.messages import ProgramOpened, ResidencyReported
+from thunderagent.programs.messages import (
+    ProgramOpened,
+    ResidencyReported,
+    TurnProgressed,
+    TurnStarted,
+    TurnUnverified,
+)
 from thunderagent.programs.state.health import MOST_PRESSURE_S
 from thunderagent.proxy.fleet.replicas import Watcher
 from thunderagent.proxy.reading.header_words import check_names
@@ -105,12 +111,13 @@ class Granting:
             self._uncounted[turn_id] = running
             return
         self._uncounted.pop(turn_id, None)
+        tell, now_s = self._runtime.dispatch, self._runtime.now_s()
         if running.unverified:
-            self._runtime.unverified(turn_id)
+            tell(TurnUnverified(now_s, turn_id))
         if running.started:
-            self._runtime.started(turn_id)
+            tell(TurnStarted(now_s, turn_id))
         if running.output_tokens:
-            self._runtime.progressed(turn_id, running.output_tokens)
+            tell(TurnProgressed(now_s, turn_id, running.output_tokens))
 
     def progressed(self, turn_id: int, progress: Progress) -> None:
         """Tell the runtime, now or when the turn is counted."""
@@ -121,12 +128,14 @@ class Granting:
             self._uncounted[turn_id] = replace(
                 running, unverified=unverified, started=started, output_tokens=output_tokens
             )
-        elif progress.unverified:
-            self._runtime.unverified(turn_id)
+            return
+        now_s = self._runtime.now_s()
+        if progress.unverified:
+            self._runtime.dispatch(TurnUnverified(now_s, turn_id))
         elif progress.output_tokens:
-            self._runtime.progressed(turn_id, progress.output_tokens)
+            self._runtime.dispatch(TurnProgressed(now_s, turn_id, progress.output_tokens))
         else:
-            self._runtime.started(turn_id)
+            self._runtime.dispatch(TurnStarted(now_s, turn_id))
 
     def ended(self, turn_id: int, end: TurnEnd) -> None:
         """Return its lease, or count its usage if it had none here."""
