@@ -189,7 +189,8 @@ class Carried:
             lease.refused()
             return
         if self._events is not None:
-            record.usage, record.tool = self._events.usage, self._events.tool
+            record.usage = self._events.reader.usage
+            record.tool = self._events.calls.key() if self._events.calls is not None else ""
         elif self._kept is not None:
             keep_id = partial(self._around.made.keep, replica_id=record.replica_id or "", tenant=record.turn.tenant)
             record.usage, record.tool = read_answer(record.dialect, b"".join(self._kept), self._encoding, keep_id)

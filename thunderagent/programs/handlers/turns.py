@@ -479,7 +479,7 @@ class Turns:
                 core.stream.began(turn)
 
     def _engine_began(self, turn: Turn, correction: CapacityCorrection) -> None:
-        """Note, when its engine began a turn, what should have been cached of it, if only the engine's counters tell."""
+        """Note, when its engine began a turn, what should have been cached of it, where only counters tell."""
         correction.turn_seen(
             turn.kept_tokens,
             max(0, turn.resident_tokens - turn.kept_tokens),

@@ -239,7 +239,7 @@ class ReplicaClient:
         try:
             await answer.pipe(sink)
         except BROKEN_OFF as error:
-            raise _broken_off(replica_id, error) from None
+            raise broken_off(replica_id, error) from None
 
     async def converse(self, replica_id: str, answer: Answer, client: Channel, sink: Sink) -> None:
         """After a protocol switch, pass the client's bytes to a replica, and the replica's bytes to `sink`.
@@ -255,11 +255,11 @@ async def _received(replica_id: str, reading: Awaitable[Found]) -> Found:
     try:
         return await reading
     except BROKEN_OFF as error:
-        raise _broken_off(replica_id, error) from None
+        raise broken_off(replica_id, error) from None
 
 
-def _broken_off(replica_id: str, error: Exception) -> ReplicaError:
-    """Return the error for an answer that ended too early."""
+def broken_off(replica_id: str, error: Exception) -> ReplicaError:
+    """Return our error for an answer that ended too early, by the one that reading it raised."""
     if isinstance(error, SilentError):
         return ReplicaTimeoutError(
             f"replica {replica_id} stopped sending in the middle of its answer", replica_id=replica_id

@@ -161,7 +161,7 @@ def error_of_events(events: bytes) -> AnswerError | None:
 
 
 def may_hold_error(body: bytes) -> bool:
-    """Return whether a body holds a mark of an error. Every answer is searched: three times, if it holds none.
+    """Return whether a body holds a mark of an error: three searches, if it holds none.
 
     `in` with bytes makes an exception on its way, `find` does not.
     """
@@ -240,17 +240,26 @@ _ANNOUNCES: Final = re.compile(rb'"type"\s*:\s*"(message_start|ping|response\.(c
 """Events that engines send before they know whether they can answer."""
 
 
+def begins_well(events: bytes) -> bool:
+    """Return whether a stream begins with an event that says something and is no error, as nearly all do."""
+    first = events.find(b"\n\n")
+    if first < 0 or not events.startswith(b"data: {") or _ANNOUNCES(events, 0, first) is not None:
+        return False
+    return events.find(b"error") < 0 and events.find(b'"abort"') < 0 and events.find(b'failed"') < 0
+
+
 def says_something(events: bytes) -> bool:
     """Return whether the begin of a stream has a whole event that is no comment, and no mere announcement."""
-    first = events.find(b"\n\n")
-    if first > 0 and events.startswith(b"data: {") and _ANNOUNCES(events, 0, first) is None:
-        return True
     end = end_of_last_event(events, 0)
     for event in events_in(events[:end]):
         data = data_of(event)
         if data and not _ANNOUNCES(data):
             return True
     return False
+
+
+_MARKS: Final[tuple[bytes, ...]] = (b"error", b'"abort"', b'failed"', b"```", b'"tool_', b'_call"')
+"""What events have that may hold an error, or a call; most have none of it."""
 
 
 class StreamUsage:
@@ -266,18 +275,19 @@ class StreamUsage:
     """
 
     __slots__ = (
-        "_calls",
         "_carry",
         "_decompress",
         "_is_read",
         "_last_choice",
         "_listener",
-        "_reader",
+        "_mark",
         "_take_out",
+        "calls",
         "error",
         "events_count",
         "last_events",
         "pending_bytes",
+        "reader",
     )
 
     def __init__(
@@ -294,8 +304,11 @@ class StreamUsage:
         that of the chat completions.
         """
         self._listener = listener
-        self._reader = reader or ChoicesReader()
-        self._calls: StreamToolCalls | None = None
+        self.reader = reader or ChoicesReader()
+        """Has the usage, as far as the stream reported it."""
+        self._mark = self.reader.mark
+        self.calls: StreamToolCalls | None = None
+        """What the stream calls, if it may call anything."""
         is_plain = (content_encoding or "identity") == "identity"
         self._decompress = None if is_plain else decompressor(content_encoding, MAX_EVENT_BYTES)
         self._is_read = is_plain or self._decompress is not None
@@ -308,16 +321,6 @@ class StreamUsage:
         self.last_events = b""
         self.error: AnswerError | None = None
         """The first error that an event reported."""
-
-    @property
-    def usage(self) -> Usage:
-        """The usage as far as the stream reported it."""
-        return self._reader.usage
-
-    @property
-    def tool(self) -> str:
-        """The key of what the stream calls so far; empty if nothing."""
-        return self._calls.key() if self._calls is not None else ""
 
     def feed(self, piece: bytes) -> bytes:
         """Take the next bytes of the stream, and return what the client gets now."""
@@ -335,15 +338,23 @@ class StreamUsage:
         if whole.find(b"\r") >= 0:
             self.events_count += whole.count(b"\rdata:")
         self.last_events = whole
-        self._reader.read(whole)
-        if self.error is None and may_hold_error(whole):
-            self.error = error_of_events(whole)
-        if self._calls is not None or may_call(whole):
-            self._calls = self._calls or StreamToolCalls()
-            self._calls.read(whole)
+        if whole.find(self._mark) >= 0:
+            self.reader.read(whole)
+        for mark in _MARKS:
+            if self.calls is not None or whole.find(mark) >= 0:
+                self._look_into(whole)
+                break
         if self._listener is not None:
             self._listener(whole)
         return self._without_usage(whole) if self._take_out else piece
+
+    def _look_into(self, whole: bytes) -> None:
+        """Look for an error, and for calls."""
+        if self.error is None and may_hold_error(whole):
+            self.error = error_of_events(whole)
+        if self.calls is not None or may_call(whole):
+            self.calls = self.calls or StreamToolCalls()
+            self.calls.read(whole)
 
     def _completed(self, piece: bytes) -> bytes | None:
         """Return the events that are whole with this piece, decoded, and keep the rest; None if it cannot be read."""

@@ -68,6 +68,9 @@ _OPENAI: Final = OpenAI()
 OURS: Final = ("program_id", "docker_ids")
 """What is removed from a body, and from its `extra_body`."""
 
+WITH_USAGE: Final = {"include_usage": True}
+"""What most clients want of a stream, if anything."""
+
 MAX_DOCKER_IDS_COUNT: Final = 64
 """Further ones of a body are ignored."""
 
@@ -194,7 +197,8 @@ def identify(
     words = NO_WORDS if len(said) == (header in said) else words_in(said, header, program_id)
     streams = fields.stream is True or (bool(fields.stream) and flag_of(fields.stream) is True)
     told = _without_ours(text, fields, rules)
-    usage_added = streams and dialect.asks_for_usage and _leaves_usage_out(fields.stream_options)
+    wish = fields.stream_options
+    usage_added = streams and dialect.asks_for_usage and wish != WITH_USAGE and _leaves_usage_out(wish)
     if usage_added:
         told = set_include_usage(told, fields.stream_options)
     if told is not text:

@@ -40,6 +40,7 @@ from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.replicas import Replicas, Watcher
 from thunderagent.proxy.reading.answers import (
     AnswerError,
+    begins_well,
     error_of_body,
     error_of_events,
     may_hold_error,
@@ -282,9 +283,12 @@ class Forwarding:
                 body = recording.take_whole(body)  # without what only we asked for: it is searched
             record.error = found = error_of_body(body)
             record.is_judged = True
-        elif not (upstream.is_whole or says_something(upstream.peek()) or await self._has_begun(replica_id, upstream)):
-            return None
         else:
+            begun = upstream.peek()
+            if begins_well(begun):
+                return None
+            if not (upstream.is_whole or says_something(begun) or await self._has_begun(replica_id, upstream)):
+                return None
             begun = upstream.peek()
             found = error_of_events(begun) if may_hold_error(begun) else None
         return None if found is None or found.is_callers or found.is_abort else found

@@ -10,7 +10,7 @@ already waits for the loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
+from collections.abc import Awaitable, Generator
 from functools import partial
 from time import monotonic
 from typing import Final
@@ -19,7 +19,7 @@ from multidict import CIMultiDict
 
 from thunderagent.errors import ReplicaAnswerTooLargeError, ReplicaError
 from thunderagent.leases.open_lease import OpenLease
-from thunderagent.proxy.fleet.client import ReplicaClient
+from thunderagent.proxy.fleet.client import BROKEN_OFF, ReplicaClient, broken_off
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
 from thunderagent.proxy.reading.answers import StreamUsage, decoded, error_of_body, includes_last, read_answer
 from thunderagent.proxy.reading.inference import Inference
@@ -79,20 +79,24 @@ class Relay:
         self._inference = inference
         self._websockets = websockets
 
-    async def relay(self, exchange: Exchange, record: Record, lease: OpenLease, upstream: Answer) -> None:
+    def relay(self, exchange: Exchange, record: Record, lease: OpenLease, upstream: Answer) -> Awaitable[None]:
         """Relay an answer whose head has arrived. Raises `ReplicaError` if it breaks off before its client sees it."""
         granted, record.status = lease.granted, upstream.status
         if upstream.status == CHANGES_PROTOCOL and exchange.channel is not None:
-            await self._converse(exchange, exchange.channel, record, lease, upstream)
-            return
+            return self._converse(exchange, exchange.channel, record, lease, upstream)
         streams = upstream.content_type == "text/event-stream"
         headers = forwarded_response_headers(upstream.headers, upstream.notes, keep_length=not streams)
         if LOCATION in headers:
             lead_back(headers, granted.url, granted.replica_id, record.target)
         headers.update(record.headers())
         if streams and not (exchange.begun and upstream.status >= 400):
-            await self._stream(exchange, record, lease, upstream, headers)
-            return
+            return self._stream(exchange, record, lease, upstream, headers)
+        return self._whole(exchange, record, lease, upstream, headers)
+
+    async def _whole(
+        self, exchange: Exchange, record: Record, lease: OpenLease, upstream: Answer, headers: CIMultiDict[str]
+    ) -> None:
+        """Relay an answer that is no stream."""
         if not upstream.is_whole and not await self._read(exchange, record, lease, upstream):
             if exchange.begun:
                 raise self._too_large(lease)
@@ -172,33 +176,24 @@ class Relay:
         streamed = _Streamed(self, exchange, record, lease, upstream)
         if not exchange.begun and (wait := exchange.begin(upstream.status, upstream.reason, headers)) is not None:
             await wait
-        replica_id = lease.granted.replica_id
         try:
-            await self._client.pipe(replica_id, upstream, streamed.take)
-        except ReplicaError as error:
+            await upstream.pipe(streamed.take)
+        except BROKEN_OFF as broken:
             if not streamed.has_ended():
+                error = broken_off(lease.granted.replica_id, broken)
                 record.failed(error.code)
                 self._forwarding.failed(lease, error)
                 await streamed.break_off(error)
                 return
         except asyncio.CancelledError:
             if streamed.has_ended():
-                self._end_stream(record, lease, streamed)
+                self._end_lease(record, lease, streamed)
             raise
-        if rest := streamed.rest():
+        if (record.turn.usage_added or record.recording is not None) and (rest := streamed.rest()):
             await done(exchange.write(rest))
-        self._end_stream(record, lease, streamed)
+        self._end_lease(record, lease, streamed)
         if (wait := exchange.end()) is not None:
             await wait
-
-    def _end_stream(self, record: Record, lease: OpenLease, streamed: _Streamed) -> None:
-        events = streamed.events
-        if streamed.first_s:
-            gaps_count = events.events_count - 1
-            record.between_s = (streamed.last_s - streamed.first_s) / gaps_count if gaps_count > 0 else None
-            record.first_s = streamed.first_s - record.arrived_s
-        record.usage, record.tool, record.error = events.usage, events.tool, events.error
-        self._end_lease(record, lease)
 
     async def _converse(
         self, exchange: Exchange, client: Channel, record: Record, lease: OpenLease, upstream: Answer
@@ -227,11 +222,20 @@ class Relay:
         if chain is not None and completions is not None and self._inference is not None and record.status == 200:
             self._inference.answered(record.turn.program_id or "", chain, completions.choices())
 
-    def _end_lease(self, record: Record, lease: OpenLease) -> None:
+    def _end_lease(self, record: Record, lease: OpenLease, streamed: _Streamed | None = None) -> None:
         """End the lease of a turn whose answer is complete; an engine's 4xx or 5xx is an answer, too.
 
         An error inside an answer is a failure: nothing is learned from it, and its program is not released.
         """
+        if streamed is not None:
+            events, first_s = streamed.events, streamed.first_s
+            record.usage, record.error = events.reader.usage, events.error
+            if events.calls is not None:
+                record.tool = events.calls.key()
+            if first_s:
+                gaps_count = events.events_count - 1
+                record.first_s = first_s - record.arrived_s
+                record.between_s = (streamed.last_s - first_s) / gaps_count if gaps_count > 0 else None
         replica_id = lease.granted.replica_id
         if record.status is not None and record.status < 400 and record.error is not None:
             record.outcome, record.cause = "errored", f"in its answer: {record.error.code}"

@@ -122,15 +122,15 @@ def test_stream_cut_at_every_byte_is_read(dialect: Dialect, events: tuple[bytes,
     """It is cut in two, and into single bytes."""
     data = b"".join(events)
     for cut in range(1, len(data)):
-        assert fed(dialect, data[:cut], data[cut:]).usage == READ
-    assert fed(dialect, *(data[at : at + 1] for at in range(len(data)))).usage == READ
+        assert fed(dialect, data[:cut], data[cut:]).reader.usage == READ
+    assert fed(dialect, *(data[at : at + 1] for at in range(len(data)))).reader.usage == READ
 
 
 @pytest.mark.parametrize(("dialect", "events"), STREAMS.values(), ids=STREAMS)
 def test_a_stream_with_other_line_ends(dialect: Dialect, events: tuple[bytes, ...]) -> None:
     """Some servers write CRLF."""
     data = b"".join(events).replace(b"\n", b"\r\n")
-    assert fed(dialect, data[:100], data[100:]).usage == READ
+    assert fed(dialect, data[:100], data[100:]).reader.usage == READ
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -142,7 +142,7 @@ def test_unreadable_answer_says_nothing(dialect: Dialect, data: str) -> None:
     assert usage_of(dialect, data.encode()) == NO_USAGE
     assert usage_of(dialect, b"\xff\xfe") == NO_USAGE
     more = event('{"response": {"id": 5, "usage": {"input_tokens": -1}}}')
-    assert fed(dialect, event(data), more).usage in {NO_USAGE, Usage(None, None, None)}
+    assert fed(dialect, event(data), more).reader.usage in {NO_USAGE, Usage(None, None, None)}
 
 
 COUNTS = (
@@ -162,16 +162,16 @@ def test_a_count_that_no_answer_has_is_missing(dialect: Dialect) -> None:
     counts = ", ".join(f'"{name}": {tokens}' for name in COUNTS)
     answer = f'{{"usage": {{{counts}}}, "meta_info": {{{counts}}}}}'
     assert set(usage_of(dialect, answer.encode())) <= {None, 0}
-    assert set(fed(dialect, event(answer), event(f'{{"response": {answer}}}')).usage) <= {None, 0}
+    assert set(fed(dialect, event(answer), event(f'{{"response": {answer}}}')).reader.usage) <= {None, 0}
 
 
 def test_messages_that_say_the_cached_tokens_once_are_not_made_smaller() -> None:
     """Some gateways end with the input without the cached tokens."""
     start = {"type": "message_start", "message": {"usage": {**MESSAGE["usage"], "output_tokens": 1}}}
     end = {"type": "message_delta", "usage": {"input_tokens": 30, "output_tokens": 7}}
-    assert fed(Anthropic(), named(start), named(end)).usage == READ
+    assert fed(Anthropic(), named(start), named(end)).reader.usage == READ
     end = {"type": "message_delta", "usage": {"output_tokens": 7}}
-    assert fed(Anthropic(), named(start), named(end)).usage == READ
+    assert fed(Anthropic(), named(start), named(end)).reader.usage == READ
 
 
 def test_several_answers_of_sglang_are_summed() -> None:
@@ -181,7 +181,7 @@ def test_several_answers_of_sglang_are_summed() -> None:
         event({"text": "x", "meta_info": {**META, "completion_tokens": count}, "index": index})
         for count, index in itertools.product((1, 7), (0, 1, 12))
     ]
-    assert fed(SGLang(), *events).usage == Usage(300, 21, 192)
+    assert fed(SGLang(), *events).reader.usage == Usage(300, 21, 192)
 
 
 def test_a_response_tells_its_id_as_soon_as_it_is_known() -> None:

@@ -60,7 +60,7 @@ def test_the_client_gets_the_bytes_that_it_asked_for(end: str, fingerprint: bool
     stream = StreamUsage(take_out=True)
     relayed = fed(stream, as_asked(usage=True, end=end, fingerprint=fingerprint))
     assert relayed == as_asked(usage=False, end=end, fingerprint=fingerprint)
-    assert stream.usage == READ
+    assert stream.reader.usage == READ
 
 
 @pytest.mark.parametrize("end", [b"\r\n\n", b"\n\r\n"])
@@ -71,7 +71,7 @@ def test_a_blank_line_may_end_otherwise_than_the_line_before_it(end: bytes) -> N
     assert fed(stream, *(usage[at : at + 1] for at in range(len(usage)))) == as_asked(usage=False, end="\n").replace(
         b"\n\n", end
     )
-    assert stream.usage == READ
+    assert stream.reader.usage == READ
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
@@ -83,7 +83,7 @@ def test_empty_lines_between_events_stay(end: str) -> None:
         stream = StreamUsage(take_out=True)
         whole = first + between + usage + done
         assert fed(stream, whole[:cut], whole[cut:]) == first + between + done
-        assert stream.usage == READ
+        assert stream.reader.usage == READ
 
 
 @pytest.mark.parametrize("take_out", [True, False])
@@ -95,10 +95,10 @@ def test_a_stream_split_at_every_byte_gives_the_same(take_out: bool, end: str) -
     for at in range(len(whole) + 1):
         stream = StreamUsage(take_out=take_out)
         assert fed(stream, whole[:at], whole[at:]) == expected
-        assert stream.usage == READ
+        assert stream.reader.usage == READ
     stream = StreamUsage(take_out=take_out)
     assert fed(stream, *(whole[at : at + 1] for at in range(len(whole)))) == expected
-    assert stream.usage == READ
+    assert stream.reader.usage == READ
 
 
 EVENTS = st.one_of(
@@ -133,7 +133,7 @@ def test_only_the_usage_event_is_taken_out(before: list[bytes], after: list[byte
     stream = StreamUsage(take_out=True)
     pieces = (whole[start:end] for start, end in itertools.pairwise(edges))
     assert fed(stream, *pieces) == first + second
-    assert stream.usage == READ
+    assert stream.reader.usage == READ
 
 
 def test_without_taking_out_every_byte_is_relayed_at_once() -> None:
@@ -142,7 +142,7 @@ def test_without_taking_out_every_byte_is_relayed_at_once() -> None:
     for byte in as_asked(usage=True):
         assert stream.feed(bytes([byte])) == bytes([byte])
     assert stream.rest() == b""
-    assert stream.usage == READ
+    assert stream.reader.usage == READ
 
 
 def test_with_taking_out_whole_events_are_relayed_at_once() -> None:
@@ -163,7 +163,7 @@ def test_a_blank_line_too_many_breaks_nothing() -> None:
     assert fed(stream, event(choice("x")) + usage + b"\n", event("[DONE]")) == event(choice("x")) + b"\n" + event(
         "[DONE]"
     )
-    assert stream.usage == READ
+    assert stream.reader.usage == READ
 
 
 def test_two_last_choices_keep_their_order() -> None:
@@ -192,7 +192,7 @@ def test_the_usage_of_the_last_event_that_has_one_counts() -> None:
         event({**choice("a"), "usage": running}),
         event({**choice("b"), "usage": {**running, "completion_tokens": 2}}),
     )
-    assert stream.usage == Usage(100, 2, None)
+    assert stream.reader.usage == Usage(100, 2, None)
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "x-gzip", " GZIP "])
@@ -202,7 +202,7 @@ def test_an_encoded_stream_is_read_and_relayed_as_it_is(encoding: str) -> None:
     packed = zlib.compress(whole) if encoding == "deflate" else gzip.compress(whole)
     stream = StreamUsage(take_out=True, content_encoding=encoding)
     assert fed(stream, *(packed[at : at + 3] for at in range(0, len(packed), 3))) == packed
-    assert stream.usage == READ
+    assert stream.reader.usage == READ
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "br", "zstd"])
@@ -210,7 +210,7 @@ def test_an_encoding_that_cannot_be_read_is_relayed_as_it_is(encoding: str) -> N
     """The encoding is unknown, or not the one that it claims to be."""
     stream = StreamUsage(take_out=True, content_encoding=encoding)
     assert fed(stream, b"no gzip", b" at all") == b"no gzip at all"
-    assert stream.usage == NO_USAGE
+    assert stream.reader.usage == NO_USAGE
 
 
 def test_a_stream_without_an_end_of_an_event_does_not_pile_up() -> None:

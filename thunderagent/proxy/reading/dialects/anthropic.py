@@ -87,15 +87,11 @@ def _merged(so_far: Usage, usage: _UsageObject | None) -> Usage:
 class _Reader:
     """Follows a stream for `message_start` and `message_delta`."""
 
-    __slots__ = ("usage",)
-
-    def __init__(self) -> None:
-        self.usage = NO_USAGE
+    mark = b'"usage"'
+    usage = NO_USAGE
 
     def read(self, events: bytes) -> None:
-        if b'"usage"' not in events:
-            return
-        for read in read_events(events, b'"usage"', _decode_event):
+        for read in read_events(events, self.mark, _decode_event):
             self.usage = _merged(self.usage, read.message.usage if read.message is not None else read.usage)
 
 

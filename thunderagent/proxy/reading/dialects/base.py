@@ -21,11 +21,12 @@ Read = TypeVar("Read")
 def read_events(events: bytes, mark: bytes, decode: Callable[[bytes], Read]) -> list[Read]:
     """Return the data of those whole events that contain `mark`; unreadable ones are skipped."""
     found: list[Read] = []
-    for event in events_in(events):
-        if mark not in event:
+    for event in events.split(b"\n\n") if events.find(b"\r") < 0 else events_in(events):
+        if event.find(mark) < 0:
             continue
+        is_line = event.startswith(b"data:") and event.find(b"\n") < 0  # as engines write them
         try:
-            found.append(decode(data_of(event)))
+            found.append(decode(event[5:].strip() if is_line else data_of(event)))
         except UNREADABLE:
             continue
     return found
@@ -47,6 +48,10 @@ KeepId = Callable[[str], None]
 
 class UsageReader(Protocol):
     """Follows one streamed answer."""
+
+    @property
+    def mark(self) -> bytes:
+        """What all events hold that it reads."""
 
     @property
     def usage(self) -> Usage:

@@ -48,17 +48,12 @@ def _usage_of(read: UsageObject | None) -> Usage:
 class ChoicesReader:
     """Follows a stream of chunks with choices; the last usage counts."""
 
-    __slots__ = ("usage",)
-
-    def __init__(self) -> None:
-        """Start before the first event."""
-        self.usage = NO_USAGE
+    mark: bytes = b'"usage"'
+    usage: Usage = NO_USAGE
 
     def read(self, events: bytes) -> None:
-        """Read whole events; those without usage cost one search."""
-        if b'"usage"' not in events:
-            return
-        for answer in read_events(events, b'"usage"', _decode_answer):
+        """Read whole events, if some have a usage."""
+        for answer in read_events(events, self.mark, _decode_answer):
             if answer.usage is not None:
                 self.usage = _usage_of(answer.usage)
 

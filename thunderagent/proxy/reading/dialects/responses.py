@@ -73,6 +73,8 @@ class _Reader:
 
     __slots__ = ("_keep_id", "_knows_id", "usage")
 
+    mark = b'"response"'
+
     def __init__(self, keep_id: KeepId) -> None:
         self.usage = NO_USAGE
         self._keep_id = keep_id
@@ -81,7 +83,7 @@ class _Reader:
     def read(self, events: bytes) -> None:
         if self._knows_id and b'"input_tokens"' not in events:
             return
-        for event in read_events(events, b'"response"', _decode_event):
+        for event in read_events(events, self.mark, _decode_event):
             response = event.response
             if response is None:
                 continue

@@ -76,12 +76,14 @@ class _Reader:
 
     __slots__ = ("_last",)
 
+    mark = b'"meta_info"'
+
     def __init__(self) -> None:
         self._last: dict[bytes, bytes] = {}
 
     def read(self, events: bytes) -> None:
         for event in events_in(events):
-            if b'"meta_info"' not in event:
+            if self.mark not in event:
                 continue
             index = _INDEX.search(event, max(0, len(event) - 64))
             key = index[1] if index is not None else b""

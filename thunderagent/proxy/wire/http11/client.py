@@ -117,7 +117,6 @@ class Answer:
         "_pieces",
         "_pieces_bytes",
         "_raised",
-        "_sink",
         "_wait",
         "_waiter",
         "_wanted_bytes",
@@ -126,6 +125,7 @@ class Answer:
         "is_whole",
         "notes",
         "reason",
+        "sink",
         "status",
     )
 
@@ -142,7 +142,8 @@ class Answer:
         self._pieces_bytes = 0
         self._is_held = False
         self._wanted_bytes = 0
-        self._sink: Sink | None = None
+        self.sink: Sink | None = None
+        """What takes each piece as it arrives; None while they are kept for a reader."""
         self._wait: Wait = None
         self._raised: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -200,10 +201,12 @@ class Answer:
         """
         while True:
             if self._pieces:
-                wait = sink(self._taken())
+                piece, self._pieces, self._pieces_bytes = b"".join(self._pieces), [], 0
+                wait = sink(piece)
                 if wait is not None:
                     self.hold()
                     await wait
+                if self._is_held:
                     self.go_on()
                 continue
             if self.is_whole:
@@ -211,7 +214,7 @@ class Answer:
             if self._failure is not None:
                 kind, why = self._failure
                 raise kind(why)
-            self._sink = sink
+            self.sink = sink
             self._waiter = waiter = asyncio.get_running_loop().create_future()
             try:
                 await waiter
@@ -221,7 +224,7 @@ class Answer:
                 self._wait = None
                 raise
             finally:
-                self._sink = self._waiter = None
+                self.sink = self._waiter = None
             raised, self._raised = self._raised, None
             if raised is not None:
                 try:
@@ -267,25 +270,21 @@ class Answer:
     # --- for the connection --------------------------------------------------------------------------------------
 
     def feed(self, piece: bytes) -> None:
-        """Add a piece of the body."""
-        if self._sink is not None and not self._pieces:
-            try:
-                self._wait = self._sink(piece)
-            except Exception as error:
-                self._raised = error
-            if self._wait is not None or self._raised is not None:
-                self._sink = None
-                self.hold()
-                self._tell()
-        else:
-            self._pieces.append(piece)
-            self._pieces_bytes += len(piece)
-            if self._pieces_bytes <= self._wanted_bytes:
-                return
-            if self._pieces_bytes > READ_AHEAD_BYTES:
-                self.hold()
-            if self._waiter is not None:
-                self._tell()
+        """Keep a piece of the body for its reader."""
+        self._pieces.append(piece)
+        self._pieces_bytes += len(piece)
+        if self._pieces_bytes <= self._wanted_bytes:
+            return
+        if self._pieces_bytes > READ_AHEAD_BYTES:
+            self.hold()
+        if self._waiter is not None:
+            self._tell()
+
+    def interrupt(self, wait: Wait, raised: Exception | None = None) -> None:
+        """Have the sink get no more until `wait` was awaited, or no more at all if it raised an error."""
+        self._wait, self._raised, self.sink = wait, raised, None
+        self.hold()
+        self._tell()
 
     def end(self, failure: Failure | None) -> None:
         """Release the connection: the body is complete, or nothing more arrives."""
@@ -521,21 +520,51 @@ class Connection:
         if self._unsent:
             self._send_more()
 
-    def data_received(self, data: bytes) -> None:
+    def data_received(self, data: bytes) -> None:  # noqa: C901, PLR0912 - each piece of each answer passes here
         """Take bytes of an answer; nothing is carried by a connection where bytes come before the request."""
         if not self._method or self.is_unsent:
             self._abort()
             return
         self._heard_s = self._loop.time()
         self._has_heard = True
+        answer, waiter = self._answer, None
         try:
-            if self._answer is None:
-                self._take_head(data)
+            if answer is None:
+                begun = self._take_head(data)
+                if begun is None:
+                    return
+                answer, data = begun
+                waiter = self._waiter
+            if not data and self._left_bytes:
+                piece, is_whole = b"", False
+            elif self._chunks is not None:
+                piece, is_whole = self._chunks.feed(data), self._chunks.is_whole
+                self._keeps_alive = self._keeps_alive and not self._chunks.is_followed
+            elif self._left_bytes == TO_THE_END:
+                piece, is_whole = data, False
             else:
-                self._take_body(self._answer, data)
+                piece = data if len(data) <= self._left_bytes else data[: self._left_bytes]
+                self._keeps_alive = self._keeps_alive and len(piece) == len(data)
+                self._left_bytes -= len(piece)
+                is_whole = not self._left_bytes
         except NotHttpError as error:
             is_answer = self._answer is not None or (self._buffer + data).startswith(ANSWERS)
             self._fail((GarbledError if is_answer else ClosedError, f"what it answered is not HTTP: {error}"))
+            return
+        if piece and answer.sink is None:
+            answer.feed(piece)
+        elif piece and answer.sink is not None:
+            try:
+                if (wait := answer.sink(piece)) is not None:
+                    answer.interrupt(wait)
+            except Exception as error:
+                answer.interrupt(None, error)
+        if is_whole and self._answer is answer:  # otherwise the taker of the piece abandoned the answer
+            self._end(None)
+        if waiter is not None:
+            self._waiter = None
+            if not waiter.done():
+                waiter.set_result(answer)
 
     def late(self, now_s: float) -> None:
         """Close it if it was idle for too long, or fail its late request."""
@@ -564,13 +593,14 @@ class Connection:
 
     # --- the parts of an answer ----------------------------------------------------------------------------------
 
-    def _take_head(self, data: bytes) -> None:
+    def _take_head(self, data: bytes) -> tuple[Answer, bytes] | None:
+        """Return the answer that begins, and what came of its body; None if its head has not arrived."""
         buffer, looked_at = (self._buffer + data, len(self._buffer)) if self._buffer else (data, 0)
         while True:
             end = end_of_head(buffer, looked_at)
             if not end:
                 self._buffer = buffer
-                return
+                return None
             raw = buffer[:end]
             head = self._heads.read(raw) if self._method != "HEAD" else read_answer(raw, self._method)
             buffer, looked_at = buffer[end:], 0
@@ -585,32 +615,12 @@ class Connection:
         waiter = self._waiter
         if waiter is None or waiter.done():  # its client has left; the connection must not carry another request
             self.give_up()
-            return
+            return None
         self._keeps_alive = head.keeps_alive and head.status != FAILED
         self._chunks = Chunks() if head.length == CHUNKED else None
         self._left_bytes = head.length
-        answer = self._answer = Answer(head, self)
-        if buffer or not head.length:
-            self._take_body(answer, buffer)
-        self._waiter = None
-        if not waiter.done():
-            waiter.set_result(answer)
-
-    def _take_body(self, answer: Answer, data: bytes) -> None:
-        if self._chunks is not None:
-            piece, is_whole = self._chunks.feed(data), self._chunks.is_whole
-            self._keeps_alive = self._keeps_alive and not self._chunks.is_followed
-        elif self._left_bytes == TO_THE_END:
-            piece, is_whole = data, False
-        else:
-            piece = data if len(data) <= self._left_bytes else data[: self._left_bytes]
-            self._keeps_alive = self._keeps_alive and len(piece) == len(data)
-            self._left_bytes -= len(piece)
-            is_whole = not self._left_bytes
-        if piece:
-            answer.feed(piece)
-        if is_whole and self._answer is answer:  # otherwise the taker of the piece abandoned the answer
-            self._end(None)
+        self._answer = Answer(head, self)
+        return self._answer, buffer
 
     def _end(self, failure: Failure | None) -> None:
         """End the request; the connection may take another if nothing of this one is left."""
