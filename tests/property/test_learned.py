@@ -69,7 +69,7 @@ class Learner:
             known._measure_reserves()
         elif what == "ended":
             known.growth.program_ended(*given)
-            known.residences.add(given[0])
+            known.residences_s.add(given[0])
         elif what == "prefill":
             told = prefilled(*given)
             known.turn_left_engine(told, 0)
@@ -107,7 +107,7 @@ class Learner:
 
     def guesses(self) -> list[Any]:
         known = self.knowledge
-        found: list[Any] = [known.residences.median_s, known.mean_tool_s]
+        found: list[Any] = [known.median_residence_s, known.mean_tool_s]
         found += [known.break_even_s(replica_id, 1000) for replica_id in ("r0", "r1")]
         for name in ("bash", "search", "", "édit", "never"):
             times = known.tool_times

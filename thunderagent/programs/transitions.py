@@ -1508,7 +1508,7 @@ class SchedulerView:
     @property
     def median_residence_s(self) -> float:
         """See `View`."""
-        return self._core.knowledge.residences.median_s
+        return self._core.knowledge.median_residence_s
 
     @property
     def tools_running_count(self) -> int:

@@ -19,8 +19,6 @@ from thunderagent.programs.state.program import TurnEnded
 ALPHA_RATIOS: Final[tuple[float, ...]] = (1.0, 2.0, 3.0)
 """How many times its ideal time a turn or program may take and still be in time."""
 
-LARGEST_ALPHA_RATIO: Final[float] = ALPHA_RATIOS[-1]
-
 IDLE_RATIO: Final = 0.1
 """Ratio of turns that shared their engine with fewest others."""
 
@@ -68,7 +66,10 @@ class Goodput:
         ideal_s = new_tokens * prefill_token_s + output_tokens * self._decode_token_s
         if self._decode_token_s:
             self.turn_count += 1
-            _count(self.turns, ended.now_s - ended.turn.waiting_since_s, ideal_s)
+            took_s = ended.now_s - ended.turn.waiting_since_s
+            for alpha_ratio in ALPHA_RATIOS:
+                if took_s <= alpha_ratio * ideal_s:
+                    self.turns[alpha_ratio] += 1
         return ideal_s
 
     def export(self) -> tuple[HistogramRecord, float, int]:
@@ -86,7 +87,9 @@ class Goodput:
         """Judge a program by the time from its first turn's arrival to the end of its last."""
         if ideal_s > 0:
             self.program_count += 1
-            _count(self.programs, took_s, ideal_s)
+            for alpha_ratio in ALPHA_RATIOS:
+                if took_s <= alpha_ratio * ideal_s:
+                    self.programs[alpha_ratio] += 1
 
     @property
     def words(self) -> str:
@@ -105,11 +108,3 @@ class Goodput:
 def in_time(ratios: Iterable[float]) -> str:
     """Return the ratios in time, by allowed multiple of the ideal time, as a table cell: `71/93/98 %`."""
     return "/".join(f"{ratio * 100:.0f}" for ratio in ratios) + " %"
-
-
-def _count(counts: dict[float, int], took_s: float, ideal_s: float) -> None:
-    if took_s > LARGEST_ALPHA_RATIO * ideal_s:
-        return
-    for alpha_ratio in ALPHA_RATIOS:
-        if took_s <= alpha_ratio * ideal_s:
-            counts[alpha_ratio] += 1

@@ -8,14 +8,14 @@ from typing import Final
 
 from thunderagent.programs.learned.capacity import CapacityCorrection
 from thunderagent.programs.learned.goodput import Goodput
-from thunderagent.programs.learned.histogram import check_range
+from thunderagent.programs.learned.histogram import LogHistogram, check_range, geometric_edges
 from thunderagent.programs.learned.holding import NOTHING_HELD, REFRESH_S, EngineCosts, HoldingPlan, plan_holding
 from thunderagent.programs.learned.price import Prices, SeenTurn
 from thunderagent.programs.learned.sizes import Growth, MediaSizes, RoleOutputs, TurnMeans
 from thunderagent.programs.learned.tier_price import TierPrices
 from thunderagent.programs.learned.tool_times import ToolTimes
 from thunderagent.programs.learned.trust import HintRecord, JudgeRecord
-from thunderagent.programs.learned.waiting import Residences, RestorePace
+from thunderagent.programs.learned.waiting import RestorePace
 from thunderagent.programs.messages import CapacityRecord, LearnedRecord, PriceRecord
 from thunderagent.programs.policy import ClaimRules
 from thunderagent.programs.state.accounts import Account
@@ -53,6 +53,9 @@ RESERVE_GUESS_WEIGHT: Final = 16.0
 TOOL_LEARNING_RATIO: Final = 0.05
 """Weight of the newest tool's time in the mean."""
 
+RESIDENCE_EDGES_S: Final = geometric_edges(0.5, 2**0.5, 38)
+"""Half a second to two days."""
+
 SHORT_TOOLS_RATIO: Final = 0.1
 """Tools that may be shorter than what is expected of the tools of a program that was never seen."""
 
@@ -78,7 +81,7 @@ class Knowledge:
         "mean_tool_s",
         "media_sizes",
         "prices",
-        "residences",
+        "residences_s",
         "restore_pace",
         "role_outputs",
         "tiers",
@@ -109,7 +112,8 @@ class Knowledge:
         """How long tools took lately, the last one weighing `TOOL_LEARNING_RATIO`; 0 until one came back."""
         self.tokens_per_byte_ratio = FIRST_TOKENS_PER_BYTE_RATIO
         """For new programs."""
-        self.residences = Residences()
+        self.residences_s = LogHistogram(RESIDENCE_EDGES_S)
+        """Time that programs stay: from the first turn to the end of the last one, whenever they were released."""
         self.corrections: dict[str, CapacityCorrection] = {}
         """How much of each replica's capacity may be claimed."""
         self._known_capacities: dict[str, CapacityRecord] = {}
@@ -151,7 +155,7 @@ class Knowledge:
                 since_refresh,
                 self.tokens_per_byte_ratio,
             ),
-            residences_s=self.residences.export(),
+            residences_s=self.residences_s.export(),
             all_roles=all_roles,
             roles=roles,
             media_factors=self.media_sizes.export(),
@@ -174,7 +178,7 @@ class Knowledge:
         self.prices.adopt(learned.replica_prices)
         self.goodput.adopt(learned.prices)
         self.tokens_per_byte_ratio = ratio
-        self.residences.adopt(learned.residences_s)
+        self.residences_s.adopt(learned.residences_s)
         self.role_outputs.adopt(learned.all_roles, learned.roles)
         self.media_sizes.adopt(learned.media_factors)
         self.hints.adopt(learned.hints)
@@ -276,6 +280,11 @@ class Knowledge:
     def loading_tokens(self, ended: TurnEnded) -> int:
         """Return how many tokens could have been computed in the time that a turn loaded from its replica's tier."""
         return int(self.tiers.loading_s(ended) / self.prices.of(ended.turn.account_id).decided_token_s)
+
+    @property
+    def median_residence_s(self) -> float:
+        """How long half of the programs stay; infinite until one ended."""
+        return self.residences_s.quantile(0.5, inf)
 
     def idle_limit_s(self, tool: str) -> float:
         """Return the time in a tool after which a program will most likely not come back. Cost: O(intervals)."""
@@ -398,7 +407,7 @@ class Knowledge:
         program.tool_runs = False
         if program.turn_count:
             if program.last_ended_s is not None:
-                self.residences.add(program.last_ended_s - program.opened_s)
+                self.residences_s.add(program.last_ended_s - program.opened_s)
                 self.goodput.program_ended(program.last_ended_s - program.opened_s, program.ideal_s_total)
             self.turn_means.program_ended(program.turn_count)
             if program.learned_count:

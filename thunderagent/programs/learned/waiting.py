@@ -1,7 +1,5 @@
-"""How long programs stay, and when a waiting one will be restored.
+"""The pace of the paused queue: when a waiting program will be restored.
 
-The pace of the paused queue
-============================
 When a waiting program will be restored is learned from how fast the queue moved lately. Time in which the policy could
 restore nobody who waits says nothing about that, so only waiting time counts. Restores and time are forgotten at the
 same pace: their quotient is the time between two restores.
@@ -12,41 +10,7 @@ from __future__ import annotations
 from math import inf
 from typing import Final
 
-from thunderagent.programs.learned.histogram import LogHistogram, check_range, geometric_edges
-from thunderagent.programs.messages import HistogramRecord
-
-RESIDENCE_EDGES_S: Final = geometric_edges(0.5, 2**0.5, 38)
-"""Half a second to two days."""
-
-
-class Residences:
-    """Time that programs stay: from the first turn to the end of the last one.
-
-    The time of the release, or of being forgotten without one, does not tell how long a program took.
-    """
-
-    __slots__ = ("_seen_s", "median_s")
-
-    def __init__(self) -> None:
-        """Start with nothing seen."""
-        self._seen_s = LogHistogram(RESIDENCE_EDGES_S)
-        self.median_s = inf
-        """Infinite until a program ended."""
-
-    def add(self, residence_s: float) -> None:
-        """Add an ended program."""
-        self._seen_s.add(residence_s)
-        self.median_s = self._seen_s.quantile(0.5, inf)
-
-    def export(self) -> HistogramRecord:
-        """Return its content."""
-        return self._seen_s.export()
-
-    def adopt(self, record: HistogramRecord) -> None:
-        """Adopt another's content. Raises ValueError if it has other edges or impossible values."""
-        self._seen_s.adopt(record)
-        self.median_s = self._seen_s.quantile(0.5, inf)
-
+from thunderagent.programs.learned.histogram import check_range
 
 HALF_LIFE_S: Final = 120.0
 """Waiting time after which a restore counts half: a few turns of every program."""

@@ -132,7 +132,9 @@ class Book:
             self.changed_programs[program_id] = program
         return program
 
-    def move(self, program: Program, to: Place, why: Reason | None = None, *, resized: bool = False) -> None:
+    def move(  # noqa: C901 - what does not apply is not called
+        self, program: Program, to: Place, why: Reason | None = None, *, resized: bool = False
+    ) -> None:
         """Move a program: update its sums, its orders and its story, and make the decision that reports it, if any.
 
         Raises `LifecycleError` with the story if the table has no such move. `why` is the decision's reason. With
@@ -164,7 +166,8 @@ class Book:
         if self._shares is not None:
             before_tokens = claim_tokens if place.claims else 0
             self._shares.claims(program.tenant, (program.claim_tokens if to.claims else 0) - before_tokens)
-        to.enter(program, now_s)
+        if to is not self.ended:  # nobody asks how many have ended
+            to.enter(program, now_s)
         if place.replica_id is not None and not place.active:
             self.queue.tidy(place)
         if to is self.ended and why is not None:

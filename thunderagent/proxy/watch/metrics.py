@@ -457,7 +457,7 @@ class StateCollector:
 
 
 def _residence_s(scheduler: Scheduler) -> float | None:
-    residence_s = scheduler.knowledge.residences.median_s
+    residence_s = scheduler.knowledge.median_residence_s
     return residence_s if isfinite(residence_s) else None
 
 

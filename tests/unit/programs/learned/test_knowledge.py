@@ -136,12 +136,12 @@ def test_the_median_residence_is_that_of_programs_that_ended() -> None:
     knowledge = driver.scheduler.knowledge
     for name in ("a", "b", "c"):
         driver.takes_turn(name, 100)
-    assert knowledge.residences.median_s == inf
+    assert knowledge.median_residence_s == inf
     driver.passes(60.0)
     for name in ("a", "b", "c"):
         driver.takes_turn(name, 100)
     driver.releases_all("a", "b", "c")
-    assert 40.0 < knowledge.residences.median_s < 90.0
+    assert 40.0 < knowledge.median_residence_s < 90.0
 
 
 def test_the_median_residence_does_not_count_the_forget_limit() -> None:
@@ -153,7 +153,7 @@ def test_the_median_residence_does_not_count_the_forget_limit() -> None:
         driver.takes_turn(name, 100)
     driver.ticks(5000.0)
     assert len(driver.scheduler.programs) == 0
-    assert 5.0 < driver.scheduler.knowledge.residences.median_s < 20.0
+    assert 5.0 < driver.scheduler.knowledge.median_residence_s < 20.0
 
 
 def test_the_break_even_is_the_time_to_prefill_a_replica_s_own_memory() -> None:

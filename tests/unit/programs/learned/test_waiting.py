@@ -153,7 +153,7 @@ def test_its_life_begins_with_its_first_turn() -> None:
     driver.takes_turn("p", 10)
     driver.passes(5.0)
     driver.releases("p")
-    assert driver.scheduler.knowledge.residences.median_s < 10.0
+    assert driver.scheduler.knowledge.median_residence_s < 10.0
 
 
 def test_an_announced_program_joins_the_group_of_its_first_turn() -> None:

@@ -332,7 +332,7 @@ def test_overdue_program_goes_before_all_and_has_room_kept() -> None:
     driver.passes(100.0)
     driver.takes_turn("lived", 10)
     driver.releases("lived")
-    bound_s = 4.0 * driver.scheduler.knowledge.residences.median_s
+    bound_s = 4.0 * driver.scheduler.knowledge.median_residence_s
     opens(driver, a=300)
     busy = driver.arrives("busy", 300)
     large = driver.arrives("large", 900)
@@ -424,7 +424,7 @@ def test_when_the_first_has_waited_for_long_nobody_passes_it_on_its_replica() ->
     driver.passes(100.0)
     driver.takes_turn("lived", 10)
     driver.releases("lived")
-    wait_s = 0.5 * driver.scheduler.knowledge.residences.median_s
+    wait_s = 0.5 * driver.scheduler.knowledge.median_residence_s
     assert 40.0 < wait_s < 60.0
     opens(driver, a=400, b=300)
     first = driver.arrives("first", 900)
