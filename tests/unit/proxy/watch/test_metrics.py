@@ -12,7 +12,7 @@ from thunderagent.programs.messages import Reason, SchedulerSettings, SetRoute
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.watch.metrics import NAMED_TENANTS_COUNT, OTHER_TENANTS, StateCollector
-from thunderagent.proxy.watch.turn_metrics import ADDED_BUCKETS_S, HOLD_BUCKETS_S, Histogram
+from thunderagent.proxy.watch.turn_metrics import ADDED_BUCKETS_S, HOLD_BUCKETS_S, Histogram, TurnMetrics
 from thunderagent.runtime import Runtime
 
 VALUES = (0, 0.0001, 0.00015, 0.5, 1, 3, 1800, 2000, 1e-9)
@@ -35,6 +35,21 @@ def test_a_histogram_is_exposed_as_the_librarys_is(buckets: tuple[float, ...], v
     assert without_time(generate_latest(ours)) == without_time(generate_latest(theirs))
     assert len(generate_latest(ours).splitlines()) == len(generate_latest(theirs).splitlines())
     assert our_histogram.series[()].counts_up_to()[-1] == len(values)
+
+
+def test_a_stream_is_counted_where_its_turn_is() -> None:
+    """All its times have the labels of its total time: one whose replica is gone begins no series of that again."""
+    registry = CollectorRegistry()
+    metrics = TurnMetrics(registry)
+    metrics.turn_ended("r0", 200, 3.0, 1.0, 0.5)
+    metrics.turn_ended("r0", 200, 2.0)
+    metrics.replica_removed("r0")
+    metrics.turn_ended(None, 200, 4.0, 2.0)
+    names = ("time_to_first_token", "time_between_tokens", "turn_duration")
+    for name, total_s in zip(names, (2.0, None, 4.0), strict=True):
+        said_s = registry.get_sample_value(f"thunderagent_{name}_seconds_sum", {"replica": "", "status": "200"})
+        assert said_s == total_s
+        assert registry.get_sample_value(f"thunderagent_{name}_seconds_sum", {"replica": "r0", "status": "200"}) is None
 
 
 def test_a_decision_of_two_words_is_called_what_logs_and_events_call_it() -> None:
