@@ -51,7 +51,7 @@ from thunderagent.one_machine import serve_with_gateways
 from thunderagent.proxy.gate.guard import MAX_OPEN_BODY_BYTES
 from thunderagent.proxy.gate.keys import mint_key
 from thunderagent.proxy.reading.target import Target
-from thunderagent.proxy.wire.aiohttp_request import keep_target
+from thunderagent.proxy.wire.aiohttp_request import TARGET
 from thunderagent.scale.gateway.app import Scheduler
 from thunderagent.scaling import check_gateways
 
@@ -447,7 +447,7 @@ async def test_gateways_answer_no_network_with_simulated_engines() -> None:
 async def forwarded(method: str, target: str, to: Scheduler) -> int:
     """Forward a request of a gateway; return the status of the answer."""
     request = make_mocked_request(method, target)
-    keep_target(request, Target.parse(target, "gateway"))
+    request[TARGET] = Target.parse(target, "gateway")
     async with asynccontextmanager(to.context)(web.Application()):
         relay = to.metrics if target == "/scheduler/metrics" else to.forward
         return (await relay(request)).status

@@ -15,7 +15,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from thunderagent.compilation import build_kind
 from thunderagent.errors import BodyTooLargeError, NotFoundError, ProgramReleasedError, RequestError, ThunderAgentError
 from thunderagent.programs.messages import TurnVerdict
-from thunderagent.programs.state.program import Phase, Status
+from thunderagent.programs.state.program import Phase, Program, Status
 from thunderagent.proxy.admin.cell import CellReport
 from thunderagent.proxy.admin.reports import (
     SORTS,
@@ -278,13 +278,21 @@ class Admin:
 
     async def release(self, request: web.Request) -> web.Response:
         """End programs. Idempotent: an id that is not known is no error."""
-        wanted = await self._release_request(request)
+        body = await request.read()
+        if not body and "program_id" in request.query:
+            wanted = ReleaseRequest(program_id=request.query["program_id"])
+        else:
+            wanted = read_model(ReleaseRequest, body)
         if wanted.program_id is not None:
             program_id = check_program_id(wanted.program_id)
             may = self._tenancy.may_touch(program_id)
             may = may and (wanted.tenant is None or bool(self._of_tenant([program_id], wanted.tenant)))
             outcome = wanted.outcome or outcome_of(request.headers)
             return self._release_one(program_id, wanted.generation, outcome, may=may, aborts=wanted.abort)
+        return await self._release_several(request, wanted)
+
+    async def _release_several(self, request: web.Request, wanted: ReleaseRequest) -> web.Response:
+        """End programs together, some at a time."""
         if wanted.generation is not None:
             raise RequestError("a generation needs exactly one program_id")
         if wanted.outcome is not None:
@@ -317,15 +325,12 @@ class Admin:
 
     def _not_ok(self, program_ids: list[str]) -> dict[str, EndVerdict]:
         """Return the verdicts on live programs that are not ok."""
-        found = {}
-        for program_id in program_ids:
-            program = self._runtime.programs.get(program_id)
-            if program is not None and program.verdict.verdict is not TurnVerdict.OK:
-                said = program.verdict
-                found[program_id] = EndVerdict(
-                    verdict=said.verdict, verdict_cause=said.cause, verdict_replica_id=said.replica_id
-                )
-        return found
+        programs = map(self._runtime.pools.programs.get, program_ids)
+        return {
+            program.program_id: _end_verdict(program)
+            for program in programs
+            if program is not None and program.verdict.verdict is not TurnVerdict.OK
+        }
 
     def _own_or_all(self) -> str | None:
         """Return the tenant that a request may read; None is all, which needs an admin key."""
@@ -372,19 +377,19 @@ class Admin:
     def _release_one(
         self, program_id: str, generation: int | None, outcome: str, *, may: bool, aborts: bool = False
     ) -> web.Response:
-        not_ok = self._not_ok([program_id]) if may else {}
+        program = self._runtime.pools.programs.get(program_id) if may else None
+        is_ok = program is None or program.verdict.verdict is TurnVerdict.OK
+        judged = {} if program is None or is_ok else _end_verdict(program).model_dump()
         if may and aborts and self._runtime.lives(program_id, generation):
             self._runtime.abort_turns(program_id, ProgramReleasedError.code)
         released = may and self._runtime.release(program_id, generation, outcome)
-        judged = not_ok[program_id].model_dump() if released and not_ok else {}
-        report = ReleasedReport(program_id=program_id, released=released, **judged)
+        report = ReleasedReport(program_id=program_id, released=released, **(judged if released else {}))
         return report_response(report, without_unset=True)
 
-    async def _release_request(self, request: web.Request) -> ReleaseRequest:
-        body = await request.read()
-        if not body and "program_id" in request.query:
-            return ReleaseRequest(program_id=request.query["program_id"])
-        return read_model(ReleaseRequest, body)
+
+def _end_verdict(program: Program) -> EndVerdict:
+    said = program.verdict
+    return EndVerdict(verdict=said.verdict, verdict_cause=said.cause, verdict_replica_id=said.replica_id)
 
 
 def _whole_number(request: web.Request, name: str, default: int, *, least: int = 0, most: int | None = None) -> int:

@@ -165,10 +165,16 @@ class TaggedPrograms:
 
     ended: Callable[[str, str, str | None], None]
     """Called with the program's id, a replica's, and the `Authorization` of its last turn there."""
+    observe: Callable[..., object] = field(default=lambda *_: None)
+    """Has `heard` be called with releases; called once, for the first program."""
+    _hears: bool = False
     _replicas: dict[str, dict[str, str | None]] = field(default_factory=dict)
 
     def add(self, program_id: str, replica_id: str, authorization: str | None) -> None:
         """Note that a turn of the program, tagged, goes to the replica."""
+        if not self._hears:
+            self._hears = True
+            self.observe(self.heard, Release)
         self._replicas.setdefault(program_id, {})[replica_id] = authorization
 
     def replicas_of(self, program_id: str) -> list[str]:

@@ -24,7 +24,6 @@ from thunderagent.programs.messages import (
     Event,
     GrantsContinued,
     GrantsSuspended,
-    Release,
     ReplicaDown,
     ReplicaUp,
 )
@@ -118,7 +117,7 @@ class Replicas:
         self.priorities = EnginePriorities(self.known, notice_timeout_s)
         for endpoint in endpoints:
             runtime.replica_at(endpoint.replica_id, endpoint.url)
-        self._tagged = TaggedPrograms(self._program_ended)
+        self._tagged = TaggedPrograms(self._program_ended, runtime.observe)
         self.plugins = EnginePlugins(
             self.known,
             notice_timeout_s,
@@ -127,7 +126,6 @@ class Replicas:
             observe=runtime.observe,
             replicas_of=self._tagged.replicas_of,
         )
-        runtime.observe(self._tagged.heard, Release)
 
     def __repr__(self) -> str:
         return f"<Replicas {', '.join(self.known)}>"

@@ -58,7 +58,7 @@ def _check_spelling(read: BaseModel, body: bytes) -> None:
         keys = msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys()
     except (ValueError, RecursionError):  # what is no value of JSON, such as NaN: the model accepted the others
         return
-    fields, known = _keys_of(type(read))
+    fields, known = _known_keys.get(type(read)) or _keys_of(type(read))
     if keys <= known:
         return
     left_out = [name for names in fields if not any(name in keys for name in names) for name in names]
@@ -90,10 +90,7 @@ _known_keys: dict[type[BaseModel], tuple[list[list[str]], frozenset[str]]] = {}
 
 
 def _keys_of(model: type[BaseModel]) -> tuple[list[list[str]], frozenset[str]]:
-    """Return all names of each field, and those of all fields together; computed once for each model."""
-    known = _known_keys.get(model)
-    if known is not None:
-        return known
+    """Return all names of each field, and those of all fields together; call it once for each model."""
     aliases = {name: field.validation_alias for name, field in model.model_fields.items()}
     fields = [
         [str(each) for each in alias.choices] if isinstance(alias, AliasChoices) else [name]

@@ -43,6 +43,7 @@ from thunderagent.proxy.gate.login import Logins, has_login
 from thunderagent.proxy.gate.rate_limit import RateLimits
 from thunderagent.proxy.gate.unpacking import unpacked, ways_of
 from thunderagent.proxy.reading.header_words import REQUEST_ID_HEADER
+from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.wire.aiohttp_request import KEPT_BODY, target_of
 from thunderagent.proxy.wire.headers import REQUEST_ID, take_request_id
 from thunderagent.proxy.wire.http11.server import CONTINUE, Asked
@@ -140,7 +141,8 @@ class Guard:
 
         async def handle(request: web.Request) -> web.StreamResponse:
             take_request_id(request.headers)
-            needs = request[NEEDS] = self._needs(request, access)
+            target = target_of(request)
+            needs = request[NEEDS] = access if access is not Access.ENGINE else self._needs(target, request.method)
             is_operators = tells_all or needs is Access.ADMIN
             if self._hosts is not None and (is_operators or comes_from_a_browser(request.headers)):
                 self._check_name(request.headers)
@@ -247,12 +249,9 @@ class Guard:
         if len(body) > self._settings.max_body_bytes:
             raise BodyTooLargeError(too_large(len(body), self._settings.max_body_bytes))
 
-    def _needs(self, request: web.Request, access: Access) -> Access:
-        """Return what a request needs on a route of this access. Raises `RequestError` for an odd target."""
-        target = target_of(request)
-        if access is not Access.ENGINE:
-            return access
-        needs = engine_access(target, request.method, self._forward_unknown)
+    def _needs(self, target: Target, method: str) -> Access:
+        """Return what a request to an engine needs. Raises `NotFoundError` if it is not forwarded."""
+        needs = engine_access(target, method, self._forward_unknown)
         if needs is None:
             raise NotFoundError("this path is not forwarded to engines")
         return needs

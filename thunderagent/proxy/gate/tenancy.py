@@ -95,8 +95,7 @@ class Tenancy:
 
     def may_touch(self, program_id: str | None) -> bool:
         """Return whether there is no such program, or this request may touch it."""
-        own = self.own
-        if own is None or program_id is None:
+        if not self._from_key or program_id is None or (own := self.own) is None:
             return True
         return self._tenants.tenant_of(program_id) in (None, own)
 

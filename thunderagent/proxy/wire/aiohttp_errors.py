@@ -8,7 +8,8 @@ import structlog
 from aiohttp import web
 
 from thunderagent.errors import BodyTooLargeError, RequestError, ThunderAgentError
-from thunderagent.proxy.wire.aiohttp_request import NEVER_WAITS_BYTES, mark, target_of, told_path, write_eof
+from thunderagent.proxy.reading.header_words import REQUEST_ID_HEADER
+from thunderagent.proxy.wire.aiohttp_request import NEVER_WAITS_BYTES, target_of, told_path, write_eof
 from thunderagent.proxy.wire.errors import ErrorAnswer, answer_of, plain_answer
 from thunderagent.proxy.wire.headers import REQUEST_ID
 
@@ -43,8 +44,10 @@ def answering_errors(handler: Handler) -> Handler:
             response = _plain(request, 500, "internal_error", "the proxy has a bug; its log has the trace")
         if "Expect" in request.headers and not request.content.is_eof() and not response.prepared:
             response.force_close()  # its body may still come or not: nobody told the client which
-        mark(response)
-        body = response.body if isinstance(response, web.Response) and not response.prepared else None
+        if response.prepared:
+            return response
+        response.headers[REQUEST_ID_HEADER] = REQUEST_ID.get()
+        body = response.body if isinstance(response, web.Response) else None
         if isinstance(body, bytes) and len(body) > NEVER_WAITS_BYTES:  # its client may have to be waited for
             await response.prepare(request)
             await write_eof(request, response)

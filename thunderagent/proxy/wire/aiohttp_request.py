@@ -8,12 +8,14 @@ it. What the system's buffers hold counts as read, some megabytes on a fast netw
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from typing import Any
 from urllib.parse import unquote
 
 import structlog
 from aiohttp import web
 from aiohttp.http import RawRequestMessage
+from aiohttp.streams import StreamReader
 from yarl import URL
 
 from thunderagent.errors import RequestError
@@ -33,33 +35,37 @@ NEVER_WAITS_BYTES = 16 * 1024
 KEPT_BODY = web.RequestKey("kept_body", KeptBody)
 """Key of a request's body counter, if the body did not come with its head."""
 
-_TARGET = web.RequestKey("target", object)
+TARGET = web.RequestKey("target", object)
 """Key of a request's target, or of the error that it has none."""
 
 
-def routed(message: RawRequestMessage) -> tuple[RawRequestMessage, Target | RequestError]:
-    """Return the head of a request with the URL for routing, and the target.
+def with_target(make: Callable[..., web.BaseRequest]) -> Callable[..., web.BaseRequest]:
+    """Return what makes a request from its head as `make` does, with its target, and with the URL for routing by that.
 
     A refused target is routed nowhere in particular: whatever handles it raises the error.
     """
-    try:
-        target = Target.parse(message.path, message.headers.get("Host", ""))
-    except RequestError as error:
-        return message._replace(url=URL.build(path="/", encoded=True)), error
-    if target.path + target.query == message.path:
-        return message, target
-    url = URL.build(path=target.path, query_string=target.query[1:], encoded=True)
-    return message._replace(url=url), target
 
+    def make_request(message: RawRequestMessage, payload: StreamReader, *others: Any) -> web.BaseRequest:
+        target: Target | RequestError
+        try:
+            target = Target.parse(message.path, message.headers.get("Host", ""))
+        except RequestError as error:
+            target = error
+            message = message._replace(url=URL.build(path="/", encoded=True))
+        else:
+            if target.path + target.query != message.path:
+                url = URL.build(path=target.path, query_string=target.query[1:], encoded=True)
+                message = message._replace(url=url)
+        request = make(message, payload, *others)
+        request[TARGET] = target
+        return request
 
-def keep_target(request: web.BaseRequest, target: Target | RequestError) -> None:
-    """Store a request's target."""
-    request[_TARGET] = target
+    return make_request
 
 
 def target_of(request: web.BaseRequest) -> Target:
     """Return a request's target. Raises `RequestError` if it was refused."""
-    target = request[_TARGET]
+    target = request[TARGET]
     if isinstance(target, RequestError):
         raise RequestError(target.message)
     assert isinstance(target, Target)
@@ -68,7 +74,7 @@ def target_of(request: web.BaseRequest) -> Target:
 
 def told_path(request: web.BaseRequest) -> str:
     """Return the path of a request for people to read, in messages, logs and spans."""
-    target = request[_TARGET]
+    target = request[TARGET]
     return unquote(target.path) if isinstance(target, Target) else ""
 
 

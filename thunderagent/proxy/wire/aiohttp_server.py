@@ -8,18 +8,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
 import structlog
 from aiohttp import web
-from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import HttpProcessingError
-from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler
 
 from thunderagent.errors import RequestError
-from thunderagent.proxy.wire.aiohttp_request import keep_target, routed
+from thunderagent.proxy.wire.aiohttp_request import with_target
 from thunderagent.proxy.wire.errors import plain_answer
 from thunderagent.proxy.wire.http11.heads import RequestHead
 from thunderagent.proxy.wire.http11.lent import Borrower, Lent
@@ -43,21 +42,19 @@ class Server(web.Server):
         """Replace `server`, as an `AppRunner` created it with `options`."""
         super().__init__(
             server.request_handler,
-            request_factory=_with_target(server.request_factory),
+            request_factory=with_target(server.request_factory),
             handler_cancellation=server.handler_cancellation,
         )
-        self._options = options
         self.handler = handler_of
-        sweep = Sweep(asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        self.borrower: Callable[[], Borrower] = partial(_Borrower, self, loop=loop, **options)
+        """Returns the protocol for one aiohttp request."""
+        sweep = Sweep(loop)
         self.settings = Settings(self, sweep, idle_s=options.get("keepalive_timeout", 75.0), stall_s=stall_s)
 
     def __call__(self) -> Connection:  # type: ignore[override]
         """Return the protocol of a new connection."""
         return Connection(self.settings)
-
-    def borrower(self) -> Borrower:
-        """Return the protocol for one aiohttp request."""
-        return _Borrower(self, loop=asyncio.get_running_loop(), **self._options)
 
     def leave(self) -> None:
         """Move clients elsewhere: each answer from now on announces that it is its connection's last.
@@ -87,16 +84,6 @@ class Server(web.Server):
             pass
         for connection in list(self.settings.connections):
             connection.close(at_once=True)
-
-
-def _with_target(make: Callable[..., web.BaseRequest]) -> Callable[..., web.BaseRequest]:
-    def make_request(message: RawRequestMessage, payload: StreamReader, *others: Any) -> web.BaseRequest:
-        message, target = routed(message)
-        request = make(message, payload, *others)
-        keep_target(request, target)
-        return request
-
-    return make_request
 
 
 class Runner(web.AppRunner):

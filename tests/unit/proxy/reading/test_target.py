@@ -7,11 +7,12 @@ import contextlib
 import re
 from posixpath import normpath
 from random import Random
+from typing import Any, cast
 from urllib.parse import unquote
 
 import aiohttp
 import pytest
-from aiohttp.http import HttpRequestParser
+from aiohttp.http import HttpRequestParser, RawRequestMessage
 from multidict import CIMultiDict
 
 from thunderagent.errors import RequestError
@@ -19,7 +20,7 @@ from thunderagent.proxy.fleet.commands import COMMANDS, REPLICA_COMMANDS
 from thunderagent.proxy.gate.access import Access, ForwardUnknown, Use, engine_access, use_of
 from thunderagent.proxy.reading.dialects import TURN_DIALECTS
 from thunderagent.proxy.reading.target import Target
-from thunderagent.proxy.wire.aiohttp_request import routed
+from thunderagent.proxy.wire.aiohttp_request import TARGET, with_target
 from thunderagent.proxy.wire.http11.client import Pool
 from thunderagent.proxy.wire.http11.limits import Limits, Pause, Sweep
 
@@ -256,6 +257,14 @@ async def test_guard_and_pool_agree_on_what_was_asked_in_ten_thousand_spellings(
     await asyncio.gather(*tasks)
 
 
+class Made(dict[Any, Any]):
+    """A request as a factory makes it."""
+
+    def __init__(self, message: RawRequestMessage, payload: object) -> None:
+        super().__init__()
+        self.message = message
+
+
 def parsed(raw: bytes, loop: asyncio.AbstractEventLoop) -> Target | None:
     """Return the target of a request line as the server reads it; None if it refuses it."""
     parser = HttpRequestParser(asyncio.Protocol(), loop, 2**16)  # type: ignore[arg-type]
@@ -263,8 +272,10 @@ def parsed(raw: bytes, loop: asyncio.AbstractEventLoop) -> Target | None:
         messages, _, _ = parser.feed_data(b"POST " + raw + b" HTTP/1.1\r\nHost: proxy.example\r\n\r\n")
     except aiohttp.http_exceptions.HttpProcessingError:
         return None
-    message, target = routed(messages[0][0])
+    request: Any = with_target(cast("Any", Made))(*messages[0])
+    target = request[TARGET]
     if isinstance(target, RequestError):
         return None
-    assert message.url.raw_path == target.path
+    assert isinstance(target, Target)
+    assert request.message.url.raw_path == target.path
     return target

@@ -43,7 +43,7 @@ class Lender(Protocol):
     is_paused: bool
     """Whether nothing is read from it for now."""
 
-    def returned(self, *, stays: bool) -> None:
+    def answered(self, *, stays: bool) -> object:
         """Note that the request was answered, and whether the connection may carry another."""
 
     def pause_reading(self) -> None:
@@ -60,6 +60,7 @@ class Lent(asyncio.Transport):
         """Lend `transport` to `borrower` for the request with this head."""
         super().__init__()
         self.get_extra_info = transport.get_extra_info  # type: ignore[method-assign]  # aiohttp asks five times
+        self.is_closing = transport.is_closing  # type: ignore[method-assign]  # and this before each write
         self._lender = lender
         self._transport: asyncio.Transport | None = transport
         self._borrower: Borrower | None = borrower
@@ -71,32 +72,27 @@ class Lent(asyncio.Transport):
         self._chunks = Chunks() if head.length == CHUNKED else None
         self.is_whole = not head.upgrades and not head.length
         """Whether all of the request arrived; what follows does not belong to the borrower."""
+        borrower.connection_made(self)
 
     def __repr__(self) -> str:
         return f"<Lent to {self._borrower!r}>"
 
-    def begin(self, head: bytes, data: bytes) -> bytes:
-        """Pass the head and its part of `data` to the borrower; return the rest. Raises as `feed` does."""
-        assert self._borrower is not None
-        self._borrower.connection_made(self)
-        self._borrower.data_received(head)
-        return data if self.is_whole or not data else self.feed(data)
-
-    def feed(self, data: bytes) -> bytes:
-        """Pass its part of `data` to the borrower; return the rest.
+    def feed(self, data: bytes, head: bytes = b"") -> bytes:
+        """Pass its part of `data` to the borrower, at first after its `head`; return the rest.
 
         Raises `NotHttpError` for chunks that are none: the borrower would wait for the rest of a body.
         """
         rest = b""
         if self._chunks is not None and not self._is_endless:
-            self._chunks.feed(data)
+            if data:
+                self._chunks.feed(data)
             self.is_whole = self._chunks.is_whole
         elif not self._is_endless:
             data, rest = data[: self._left_bytes], data[self._left_bytes :]
             self._left_bytes -= len(data)
             self.is_whole = not self._left_bytes
         if self._borrower is not None:
-            self._borrower.data_received(data)
+            self._borrower.data_received(head + data)
         return rest
 
     def answered(self, *, keeps_alive: bool) -> None:
@@ -110,8 +106,9 @@ class Lent(asyncio.Transport):
         if self._transport is None or borrower is None:
             return
         self._transport = self._borrower = None
+        del self.is_closing
         borrower.connection_lost(None)
-        lender.returned(stays=stays)
+        lender.answered(stays=stays)
 
     # --- for the connection --------------------------------------------------------------------------------------
 
@@ -120,6 +117,7 @@ class Lent(asyncio.Transport):
         borrower = self._borrower
         self._transport = self._borrower = None
         if borrower is not None:
+            del self.is_closing
             borrower.connection_lost(exc)
 
     def full(self) -> None:
@@ -157,8 +155,8 @@ class Lent(asyncio.Transport):
             self._transport.abort()
 
     def is_closing(self) -> bool:
-        """Return whether nothing can be written any more."""
-        return self._transport is None or self._transport.is_closing()
+        """Return whether nothing can be written any more: the connection is not lent any more."""
+        return True
 
     def pause_reading(self) -> None:
         """Make the client wait."""

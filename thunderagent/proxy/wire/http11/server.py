@@ -693,17 +693,21 @@ class Connection:
             if self.transport is not None:
                 self.transport.resume_reading()
 
-    def answered(self) -> Wait:
-        """Go on with the next request, or end; return what to await until the client has read some of the answer."""
-        asked, self._asked, self._task = self._asked, None, None
+    def answered(self, *, stays: bool = True) -> Wait:
+        """Go on with the next request, or end; return what to await until the client has read some of the answer.
+
+        Unless it `stays`, a borrower ended it.
+        """
+        due = self._asked or self._lent
+        self._asked = self._task = self._lent = None
         if self.transport is None or self._waiting is None:
             return Room(self)
         wait = Room(self) if self.is_full else None
         self._is_ahead = False
         if self.is_paused:
             self.resume_reading()
-        if self.closes or self._settings.is_closing:
-            self._end(is_whole=asked is None or asked.is_whole)
+        if not stays or self.closes or self._settings.is_closing:
+            self._end(is_whole=due is None or due.is_whole)
             return wait
         self._waiting.for_head()
         if self._buffer or self._has_ended:
@@ -755,7 +759,7 @@ class Connection:
             self._lent = Lent(self, self.transport, head, self._settings.router.borrower())
             rest, self._buffer = self._buffer, b""
             try:
-                self._buffer = self._lent.begin(raw, rest)
+                self._buffer = self._lent.feed(rest, raw)
             except NotHttpError as error:
                 self._refuse(error)
                 return
@@ -830,16 +834,6 @@ class Connection:
         self.resume_reading()  # what stays unread when it closes would reset it
         transport.write_eof()
         self._waiting.for_end()
-
-    # --- requests of others, and the end -------------------------------------------------------------------------
-
-    def returned(self, *, stays: bool) -> None:
-        """Note that a lent request was answered, and whether the connection may carry another."""
-        lent, self._lent = self._lent, None
-        if stays:
-            self.answered()
-        elif self.transport is not None:
-            self._end(is_whole=lent is None or lent.is_whole)
 
     def close(self, *, at_once: bool = False) -> None:
         """End it after the pending answer; if there is none, or `at_once`, now."""

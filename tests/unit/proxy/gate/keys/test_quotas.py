@@ -21,7 +21,7 @@ from thunderagent.proxy.gate.keys.keyring import digest_of
 from thunderagent.proxy.gate.keys.quotas import UNSAID_TOKENS, Quotas
 from thunderagent.proxy.gate.login import Logins
 from thunderagent.proxy.reading.target import Target
-from thunderagent.proxy.wire.aiohttp_request import keep_target
+from thunderagent.proxy.wire.aiohttp_request import TARGET
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -264,7 +264,7 @@ async def test_a_turn_whose_key_is_revoked_while_it_waits_is_refused(waits_for: 
 
     def asked(name: str) -> Coroutine[Any, Any, web.StreamResponse]:
         request = make_mocked_request("POST", "/v1/chat/completions", headers={"X-ThunderAgent-Key": name})
-        keep_target(request, Target.parse("/v1/chat/completions", ""))
+        request[TARGET] = Target.parse("/v1/chat/completions", "")
         return handle(request)
 
     if waits_for == "tokens":
