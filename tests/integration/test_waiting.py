@@ -234,6 +234,7 @@ async def test_an_attempt_in_flight_is_superseded_by_the_next(streamed: bool) ->
         await asyncio.wait_for(replica.calls[0].left.wait(), DEADLINE_S)
         if streamed:
             assert (await one.chunk()) == word("one")
+            assert b'"turn_superseded"' in await one.chunk()
             with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
                 await one.chunk()
         else:
