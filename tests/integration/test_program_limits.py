@@ -153,6 +153,7 @@ async def test_stream_of_an_aborted_program_ends_with_an_error_event(path: str, 
         said = await wire.chunk()
         assert said.startswith(event)
         assert b'"program_released"' in said
+        assert (b'"type":"invalid_request_error"' in said) is (path not in ("/v1/responses", "/generate"))
         with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
             await wire.chunk()
         await asyncio.wait_for(replica.calls[0].left.wait(), DEADLINE_S)

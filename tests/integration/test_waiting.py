@@ -468,7 +468,7 @@ async def test_the_messages_api_has_an_event_for_heartbeats_and_one_for_errors()
     assert error.startswith(b"event: error\ndata: ")
     assert json.loads(error.partition(b"data: ")[2]) == {
         "type": "error",
-        "error": {"type": "api_error", "message": "none is up", "code": "no_replica"},
+        "error": {"type": "overloaded_error", "message": "none is up", "code": "no_replica"},
     }
 
 

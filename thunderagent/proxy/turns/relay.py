@@ -193,9 +193,7 @@ class Relay:
                 self._end_stream(record, lease, streamed)
             elif record.superseded:
                 upstream.close()
-                with contextlib.suppress(TimeoutError, ConnectionError):
-                    async with asyncio.timeout(LAST_EVENT_S):
-                        await streamed.break_off(ended_by(record))
+                await streamed.say_ended(ended_by(record))
             raise error  # noqa: TRY201 - bare, it would end a compiled process after a wait
         if rest := streamed.rest():
             await done(exchange.write(rest))
@@ -344,9 +342,15 @@ class _Streamed:
     async def break_off(self, error: ThunderAgentError) -> None:
         """Report a broken stream to the client as an event, and cut the connection: the answer is incomplete."""
         if self._promised == "identity":  # otherwise an event would be unreadable
-            ending = self._record.dialect.break_off(error.code, error.message, self.events.last_events)
+            ending = self._record.dialect.break_off(error.status, error.code, error.message, self.events.last_events)
             await done(self._exchange.write(self.events.broken_off() + ending))
         self._exchange.cut()
+
+    async def say_ended(self, error: ThunderAgentError) -> None:
+        """Report to the client, if it reads that in time, why its stream was ended here."""
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            async with asyncio.timeout(LAST_EVENT_S):
+                await self.break_off(error)
 
     async def _take_aside(self, piece: bytes) -> None:
         feed = self.events.feed if self._recording is None else self._recorded
