@@ -738,7 +738,7 @@ class Connection:
             raw, self._buffer, self._looked_at = buffer[:end], buffer[end:], 0
             head = self._settings.heads.read(raw)
         except NotHttpError as error:
-            self._refuse(error, b"".join(buffer[:AHEAD_BYTES].partition(b"\r\n")[0].split(b" ")[1:2]))
+            self._refuse(error, _target_in(buffer))
             return
         assert self._waiting is not None
         if not self.is_full:
@@ -850,6 +850,12 @@ class Connection:
             self.transport.abort()
         elif self.transport is not None and self.is_idle:
             self.transport.close()
+
+
+def _target_in(buffer: bytes) -> bytes:
+    """Return the second word of the first line, which may be anything."""
+    words = buffer[:AHEAD_BYTES].partition(b"\r\n")[0].split(b" ", 2)
+    return words[1] if len(words) > 1 else b""
 
 
 def refusal(why: str, target: bytes) -> bytes:
