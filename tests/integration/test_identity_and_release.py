@@ -41,6 +41,27 @@ async def test_what_is_nearly_ours_is_said(replica: FakeReplica, proxy: RunningP
     assert (await replica.call()).json()["programId"] == "a"
 
 
+@pytest.mark.parametrize("header", [("X-Program-ID", "\udcff"), None])
+async def test_id_that_is_no_utf8_is_refused_wherever_it_stands(
+    replica: FakeReplica, proxy: RunningProxy, header: tuple[str, str] | None
+) -> None:
+    """Two of them would be one program if each odd byte became the same mark."""
+    refused = await post(proxy.url, CHAT if header else f"/p/%FF{CHAT}", turn(), *([header] if header else []))
+    assert (refused.status, refused.error["code"]) == (400, "invalid_program_id")
+    assert (replica.calls, (await get(proxy.url, "/programs")).json()["programs"]) == ([], [])
+
+
+async def test_word_for_the_last_turn_that_nobody_knows_is_refused(replica: FakeReplica, proxy: RunningProxy) -> None:
+    """Nothing would be released, and the client believe that it was; another router's header may hold anything."""
+    refused = await post(proxy.url, CHAT, turn("a"), ("X-Program-Final", "yes"))
+    assert (refused.status, refused.error["message"]) == (
+        400,
+        "X-Program-Final is 1 for a program's last turn, or 0, not 'yes'",
+    )
+    assert replica.calls == []
+    assert (await post(proxy.url, CHAT, turn("a"), ("X-Dynamo-Session-Final", "yes"))).status == 200
+
+
 @pytest.mark.parametrize(
     ("target", "headers", "fields", "program_id", "source"),
     [

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 from tests.integration.support import (
     CHAT,
+    DEADLINE_S,
+    Call,
     FakeReplica,
     Gate,
     Header,
     RunningProxy,
+    Wire,
     answers,
+    chunk,
     fake_replica,
     get,
     post,
     running_proxy,
+    stream_head,
     turn,
     until,
+    word,
 )
 from thunderagent.proxy.gate.keys.file import KeyLimitsEntry, add_key
 
@@ -120,6 +129,57 @@ async def test_the_end_of_a_program_may_abort_its_turns(
         answer = await running
         assert (answer.status, answer.json()["error"]["code"]) == (410, code)
         await until(lambda: proxy.runtime.leases_count == 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "event"),
+    [
+        (CHAT, b'data: {"error":{"message":'),
+        ("/v1/completions", b'data: {"error":{"message":'),
+        ("/v1/responses", b'event: error\ndata: {"type":"error","code":'),
+        ("/v1/messages", b'event: error\ndata: {"type":"error","error":'),
+        ("/generate", b'data: {"error":{"message":'),
+    ],
+)
+async def test_stream_of_an_aborted_program_ends_with_an_error_event(path: str, event: bytes) -> None:
+    """In the caller's schema; then the connection closes, and nothing is left."""
+    gate = Gate([stream_head(), chunk(word("one"))])
+    async with fake_replica(gate) as replica, running_proxy(replica.url) as proxy, Wire.open(proxy.url) as wire:
+        body = json.dumps(turn(stream=True)).encode()
+        wire.send("POST", path, named("a"), body)
+        assert (await wire.head()).status == 200
+        assert await wire.chunk() == word("one")
+        await post(proxy.url, "/programs/release", {"program_id": "a", "abort": True})
+        said = await wire.chunk()
+        assert said.startswith(event)
+        assert b'"program_released"' in said
+        assert (b'"type":"invalid_request_error"' in said) is (path not in ("/v1/responses", "/generate"))
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+            await wire.chunk()
+        await asyncio.wait_for(replica.calls[0].left.wait(), DEADLINE_S)
+        await until(lambda: proxy.runtime.leases_count == 0)
+
+
+async def floods(call: Call) -> None:
+    """Stream without end."""
+    call.write(stream_head())
+    while not call.left.is_set():
+        call.write(chunk(word("x" * 100_000)))
+        await asyncio.sleep(0.01 if call.transport.get_write_buffer_size() > 1_000_000 else 0)
+
+
+async def test_client_that_reads_nothing_keeps_no_lease_of_an_aborted_program() -> None:
+    """It cannot be told; its engine is free at once."""
+    async with fake_replica(floods) as replica, running_proxy(replica.url) as proxy:
+        address = urlsplit(proxy.url)
+        with socket.create_connection((address.hostname, address.port)) as client:
+            body = json.dumps(turn(stream=True)).encode()
+            head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nX-Program-ID: a\r\nContent-Length: {len(body)}\r\n\r\n"
+            client.sendall(head.encode() + body)
+            await until(lambda: replica.calls and replica.calls[0].transport.get_write_buffer_size() > 1_000_000)
+            await post(proxy.url, "/programs/release", {"program_id": "a", "abort": True})
+            await asyncio.wait_for(replica.calls[0].left.wait(), DEADLINE_S)
+            await until(lambda: proxy.runtime.leases_count == 0)
 
 
 async def test_the_least_of_header_key_and_option_counts(tmp_path: Path) -> None:

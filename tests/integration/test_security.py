@@ -690,6 +690,34 @@ async def test_a_bad_chunk_is_refused_at_once_on_each_path(wrong: bytes, path: s
         assert not replica.calls
 
 
+@pytest.mark.parametrize(
+    ("sent", "is_anthropics"),
+    [
+        (f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: +2\r\n\r\n{{}}", False),
+        (f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", False),
+        ("POST /p/a/v1/messages HTTP/1.1\r\nHost: x\r\nX-Program-ID: a\0b\r\n\r\n", True),
+        ("POST /v1/messages HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", True),
+        ("POST /v1/messages/count_tokens HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", True),
+        ("GET /a b c\r\n\r\n", False),
+        ("GET \r\n\r\n", False),
+        ("\0\r\n\r\n", False),
+    ],
+)
+async def test_what_is_no_http_is_refused_in_the_callers_schema(
+    sent: str, is_anthropics: bool, replica: FakeReplica
+) -> None:
+    """As far as its path can be read; SDKs show the text of these schemas alone."""
+    async with running_proxy(replica.url) as proxy, Wire.open(proxy.url) as wire:
+        wire.send_raw(sent.encode())
+        refused = await wire.answer()
+        assert (refused.status, refused.header("Content-Type")) == (400, "application/json; charset=utf-8")
+        said = refused.json()
+        assert (said.get("type") == "error") is is_anthropics
+        assert said["error"]["code"] == "invalid_request"
+        assert said["error"]["message"].startswith("the request was not accepted: ")
+        assert not replica.calls
+
+
 async def test_a_head_over_the_limit_is_refused(replica: FakeReplica) -> None:
     """Limits are 64 KiB a header and 128 headers; the connection is closed."""
     async with running_proxy(replica.url) as proxy:

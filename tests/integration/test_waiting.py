@@ -234,6 +234,7 @@ async def test_an_attempt_in_flight_is_superseded_by_the_next(streamed: bool) ->
         await asyncio.wait_for(replica.calls[0].left.wait(), DEADLINE_S)
         if streamed:
             assert (await one.chunk()) == word("one")
+            assert b'"turn_superseded"' in await one.chunk()
             with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
                 await one.chunk()
         else:
@@ -467,7 +468,7 @@ async def test_the_messages_api_has_an_event_for_heartbeats_and_one_for_errors()
     assert error.startswith(b"event: error\ndata: ")
     assert json.loads(error.partition(b"data: ")[2]) == {
         "type": "error",
-        "error": {"type": "api_error", "message": "none is up", "code": "no_replica"},
+        "error": {"type": "overloaded_error", "message": "none is up", "code": "no_replica"},
     }
 
 

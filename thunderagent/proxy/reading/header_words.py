@@ -40,6 +40,8 @@ PROGRAM_HEADERS: Final = {
 FINAL_HEADERS = ("X-Program-Final", "X-Dynamo-Session-Final")
 """Say that a turn is the program's last."""
 
+_SAID_FINAL: Final = {"1": True, "true": True, "0": False, "false": False, "": False}
+
 OUR_HEADERS: Final = "X-Program-"
 """Prefix of our headers: an empty one is an error; other people's are ignored if empty."""
 
@@ -211,8 +213,16 @@ def words_in(said: Said, header: str, program_id: str | None) -> Words:
         branch_id,
         tenant=_id_in(said, (TENANT_HEADER,), "tenant"),
         told=told,
-        is_final=any(said[name][0].lower() in ("1", "true") for name in FINAL_HEADERS if name in said),
+        is_final=any(_is_final(said[name][0], name) for name in FINAL_HEADERS if name in said),
     )
+
+
+def _is_final(value: str, header: str) -> bool:
+    """Return whether a header says that a turn is its program's last; other clients' may hold anything."""
+    word = value.lower()
+    if word not in _SAID_FINAL and header == FINAL_HEADERS[0]:
+        raise RequestError(f"{header} is 1 for a program's last turn, or 0, not {value[:50]!r}")
+    return _SAID_FINAL.get(word, False)
 
 
 def outcome_of(headers: Mapping[str, str]) -> str:
@@ -276,7 +286,7 @@ def _id_in(said: Said, names: Sequence[str], what: str) -> str:
 def _only_value(values: Sequence[str], name: str) -> str:
     """Return a header's only value; with two, it would be unclear which one is meant."""
     if len(values) > 1:
-        raise InvalidProgramIdError(f"the header {name} stands there {len(values)} times")
+        raise InvalidProgramIdError(f"the header {name} appears {len(values)} times")
     if not values[0]:
         raise InvalidProgramIdError(f"the header {name} is empty; leave it out, or give it a value")
     return values[0]

@@ -151,7 +151,8 @@ def _split(path: str) -> tuple[str | None, str, str]:
     if path.startswith(_NAMING):
         for pattern in _PROGRAM_PATHS:
             if (match := pattern.fullmatch(path)) is not None:
-                program_id = unquote(match["program_id"].removesuffix("/v1").rstrip("/"))
+                named = match["program_id"].removesuffix("/v1").rstrip("/")
+                program_id = unquote(named, errors="surrogateescape")  # so that what is not UTF-8 stays different
                 return program_id, path[: match.start("rest")].removesuffix("/v1"), match["rest"]
         if path.startswith("/v1/v1/"):
             return None, "", path.removeprefix("/v1")

@@ -57,7 +57,7 @@ class HeldStream:
 
     async def fail(self, error: ThunderAgentError) -> None:
         """Report an error as an event and end the answer, whose head was sent."""
-        await self.end_with(self._dialect.break_off(error.code, error.message, b""))
+        await self.end_with(self._dialect.break_off(error.status, error.code, error.message, b""))
 
     async def refuse(self, body: bytes) -> None:
         """End the answer, whose head was sent, with an engine's refusal: its body as an event."""

@@ -51,7 +51,14 @@ from typing import Any, Final, NamedTuple
 
 from multidict import CIMultiDictProxy, istr
 
-from thunderagent.errors import RequestError
+from thunderagent.errors import (
+    ProgramKilledError,
+    ProgramReleasedError,
+    ProgramStaleError,
+    RequestError,
+    ThunderAgentError,
+    TurnSupersededError,
+)
 from thunderagent.faults import nearest_hint
 from thunderagent.leases import FAIL_OPEN, Lease, TurnAsk, TurnHint
 from thunderagent.log_lines import TurnLine
@@ -645,6 +652,18 @@ class Attempts:
         self._ended_of[key] -= 1
         if not self._ended_of[key]:
             del self._ended_of[key]
+
+
+def ended_by(record: Record) -> ThunderAgentError:
+    """Return the error of an attempt that was cancelled here: another one replaces it, or its program was ended."""
+    program_id = record.turn.program_id
+    if record.aborted_for == ProgramKilledError.code:
+        return ProgramKilledError(f"program {program_id!r} was ended by an operator, and its turns aborted")
+    if record.aborted_for == ProgramStaleError.code:
+        return ProgramStaleError(f"the weights are newer than the bound of program {program_id!r} allows")
+    if record.aborted_for:
+        return ProgramReleasedError(f"program {program_id!r} was released, and its turns aborted")
+    return TurnSupersededError("the client retried this turn; the retry goes on")
 
 
 def told_key(attempt: Record) -> str:

@@ -10,6 +10,7 @@ already waits for the loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Generator
 from functools import partial
 from time import monotonic
@@ -17,7 +18,7 @@ from typing import Final
 
 from multidict import CIMultiDict
 
-from thunderagent.errors import ReplicaAnswerTooLargeError, ReplicaError
+from thunderagent.errors import ReplicaAnswerTooLargeError, ReplicaError, ThunderAgentError
 from thunderagent.leases.open_lease import OpenLease
 from thunderagent.proxy.fleet.client import BROKEN_OFF, ReplicaClient, broken_off
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
@@ -25,7 +26,7 @@ from thunderagent.proxy.reading.answers import StreamUsage, decoded, error_of_bo
 from thunderagent.proxy.reading.inference import Inference
 from thunderagent.proxy.reading.outline import LARGE_BODY_BYTES
 from thunderagent.proxy.turns.forward import Forwarding
-from thunderagent.proxy.turns.record import Record
+from thunderagent.proxy.turns.record import Record, ended_by
 from thunderagent.proxy.wire.exchange import Channel, Exchange, Wait, done
 from thunderagent.proxy.wire.headers import LOCATION, forwarded_response_headers, lead_back
 from thunderagent.proxy.wire.http11.client import Answer
@@ -47,6 +48,9 @@ MANY_LINES_COUNT: Final = 2048
 
 PROGRESS_PERIOD_S: Final = 1.0
 """The least time between two progress reports of a stream to the scheduler."""
+
+LAST_EVENT_S: Final = 1.0
+"""How long a client may take to read why its stream was ended here; the lease is held meanwhile."""
 
 _ONCE: Final = (None,)
 
@@ -185,10 +189,13 @@ class Relay:
                 self._forwarding.failed(lease, error)
                 await streamed.break_off(error)
                 return
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             if streamed.has_ended():
                 self._end_lease(record, lease, streamed)
-            raise
+            elif record.superseded:
+                upstream.close()
+                await streamed.say_ended(ended_by(record))
+            raise error  # noqa: TRY201 - bare, it would end a compiled process after a wait
         if (record.turn.usage_added or record.recording is not None) and (rest := streamed.rest()):
             await done(exchange.write(rest))
         self._end_lease(record, lease, streamed)
@@ -332,12 +339,18 @@ class _Streamed:
         """Return whether the last event was handed on; engine and client may leave then, before the answer ends."""
         return includes_last(self._record.dialect, self._last_events)
 
-    async def break_off(self, error: ReplicaError) -> None:
+    async def break_off(self, error: ThunderAgentError) -> None:
         """Report a broken stream to the client as an event, and cut the connection: the answer is incomplete."""
         if self._promised == "identity":  # otherwise an event would be unreadable
-            ending = self._record.dialect.break_off(error.code, error.message, self.events.last_events)
+            ending = self._record.dialect.break_off(error.status, error.code, error.message, self.events.last_events)
             await done(self._exchange.write(self.events.broken_off() + ending))
         self._exchange.cut()
+
+    async def say_ended(self, error: ThunderAgentError) -> None:
+        """Report to the client, if it reads that in time, why its stream was ended here."""
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            async with asyncio.timeout(LAST_EVENT_S):
+                await self.break_off(error)
 
     async def _take_aside(self, piece: bytes) -> None:
         feed = self.events.feed if self._recording is None else self._recorded

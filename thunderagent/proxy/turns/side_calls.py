@@ -177,7 +177,7 @@ class SideCalls:
             log.warning("replica_failed_request", replica_id=replica_id, path=target.engine_path, why=str(error))
             may_add = not any(name in upstream.headers for name in _SIZED_OR_ENCODED)
             if may_add and upstream.content_type == "text/event-stream":
-                ending = dialect_of(target.spelt).break_off(error.code, error.message, last_chunk)
+                ending = dialect_of(target.spelt).break_off(error.status, error.code, error.message, last_chunk)
                 await write(request, response, b"\n\n" + ending)
             cut(request)
             return response

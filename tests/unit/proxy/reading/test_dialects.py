@@ -261,7 +261,7 @@ def test_every_error_says_its_code_and_its_words(dialect: Dialect) -> None:
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_stream_that_breaks_ends_with_one_event_more(dialect: Dialect) -> None:
     """It is an event of its own, with JSON in it."""
-    ending = dialect.break_off("replica_closed_early", "gone", b"")
+    ending = dialect.break_off(502, "replica_closed_early", "gone", b"")
     (only,) = events_in(ending)
     assert only.endswith(b"\n\n")
     assert "replica_closed_early" in json.dumps(json.loads(data_of(only)))
@@ -269,7 +269,7 @@ def test_a_stream_that_breaks_ends_with_one_event_more(dialect: Dialect) -> None
 
 def test_the_error_of_a_response_is_numbered_after_its_last_event() -> None:
     """Its schema requires that."""
-    ending = Responses().break_off("replica_closed_early", "gone", b"".join(RESPONSES_STREAM[:2]))
+    ending = Responses().break_off(502, "replica_closed_early", "gone", b"".join(RESPONSES_STREAM[:2]))
     assert ending.startswith(b"event: error\n")
     assert json.loads(data_of(ending)) == {
         "type": "error",

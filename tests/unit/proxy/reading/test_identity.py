@@ -280,7 +280,7 @@ def test_a_header_of_ours_that_is_empty_or_doubled_is_refused(name: str) -> None
     """Two values are ambiguous, and an unfilled template should be noticed early."""
     with pytest.raises(InvalidProgramIdError, match="empty"):
         identified(headers={name: ""})
-    with pytest.raises(InvalidProgramIdError, match=f"{name} stands there 2 times"):
+    with pytest.raises(InvalidProgramIdError, match=f"{name} appears 2 times"):
         identify(None, CIMultiDictProxy(CIMultiDict([(name, "a"), (name, "a")])), b"{}")
 
 

@@ -187,6 +187,6 @@ class Anthropic:
         kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": message, "code": code}}
 
-    def break_off(self, code: str, message: str, last_events: bytes) -> bytes:  # noqa: ARG002 - the protocol's
+    def break_off(self, status: int, code: str, message: str, last_events: bytes) -> bytes:  # noqa: ARG002 - as others
         """Return the API's own event of an error."""
-        return event_of(self.error(500, code, message), "error")
+        return event_of(self.error(status, code, message), "error")

@@ -125,8 +125,8 @@ class Dialect(Protocol):
     def error(self, status: int, code: str, message: str) -> dict[str, Any]:
         """Return the body of an error. `code` is ours, for programs to read, in addition to the API's fields."""
 
-    def break_off(self, code: str, message: str, last_events: bytes) -> bytes:
-        """Return the event that ends a stream whose replica failed; `last_events` are the last whole ones."""
+    def break_off(self, status: int, code: str, message: str, last_events: bytes) -> bytes:
+        """Return the event that ends a stream early, with an error as above; `last_events` are the last whole ones."""
 
 
 def written_ids(token_ids: bytes) -> bytes:

@@ -171,6 +171,6 @@ class OpenAI:
         """Return the body of an error."""
         return error_body(status, code, message)
 
-    def break_off(self, code: str, message: str, last_events: bytes) -> bytes:  # noqa: ARG002 - the protocol's
+    def break_off(self, status: int, code: str, message: str, last_events: bytes) -> bytes:  # noqa: ARG002 - as others
         """Return an event with an error; clients look for one in every event."""
-        return event_of(error_body(500, code, message))
+        return event_of(error_body(status, code, message))

@@ -212,7 +212,7 @@ class Responses:
         """Return the body of an error."""
         return error_body(status, code, message)
 
-    def break_off(self, code: str, message: str, last_events: bytes) -> bytes:
+    def break_off(self, status: int, code: str, message: str, last_events: bytes) -> bytes:  # noqa: ARG002 - as others
         """Return the API's own event of an error, numbered after the last one."""
         numbers = _SEQUENCE_NUMBER.findall(last_events)
         number = int(numbers[-1]) + 1 if numbers else 0

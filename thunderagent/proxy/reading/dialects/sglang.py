@@ -199,6 +199,6 @@ class SGLang:
         """Return the body of an error; `code` is an additional field."""
         return {"error": {"message": message, "code": code}}
 
-    def break_off(self, code: str, message: str, last_events: bytes) -> bytes:  # noqa: ARG002 - the protocol's
+    def break_off(self, status: int, code: str, message: str, last_events: bytes) -> bytes:  # noqa: ARG002 - as others
         """Return an event with an error, as SGLang itself ends a stream that failed."""
-        return event_of(self.error(500, code, message))
+        return event_of(self.error(status, code, message))

@@ -40,7 +40,9 @@ from typing import Any, Final, Protocol, cast
 import structlog
 from multidict import CIMultiDict, CIMultiDictProxy
 
+from thunderagent.errors import RequestError
 from thunderagent.proxy.reading.target import Target
+from thunderagent.proxy.wire.errors import plain_answer
 from thunderagent.proxy.wire.exchange import KeptBody, Wait
 from thunderagent.proxy.wire.failures import LeftError, NotHttpError
 from thunderagent.proxy.wire.http11.chunks import Chunks
@@ -589,7 +591,7 @@ class Connection:
             try:
                 rest = lent.feed(data)
             except NotHttpError as error:
-                self._refuse(error)
+                self._refuse(error, lent.head.target)
             else:
                 self._keep(rest)
         elif asked is not None or lent is not None:
@@ -740,7 +742,7 @@ class Connection:
             raw, self._buffer, self._looked_at = buffer[:end], buffer[end:], 0
             head = self._settings.heads.read(raw)
         except NotHttpError as error:
-            self._refuse(error)
+            self._refuse(error, _target_in(buffer))
             return
         assert self._waiting is not None
         if not self.is_full:
@@ -761,7 +763,7 @@ class Connection:
             try:
                 self._buffer = self._lent.feed(rest, raw)
             except NotHttpError as error:
-                self._refuse(error)
+                self._refuse(error, head.target)
                 return
         if self._has_ended:
             self._ask_for_sign()
@@ -782,7 +784,7 @@ class Connection:
         try:
             rest = asked.feed(data)
         except NotHttpError as error:
-            self._refuse(error)
+            self._refuse(error, asked.head.target)
             return False
         if rest:
             self._keep(rest)
@@ -804,8 +806,8 @@ class Connection:
         assert self._waiting is not None
         self._waiting.for_sign(due)
 
-    def _refuse(self, error: NotHttpError) -> None:
-        """Answer invalid input with 400, or cut an answer that has begun, and end."""
+    def _refuse(self, error: NotHttpError, target: bytes) -> None:
+        """Answer invalid input that asks for `target` with 400, or cut an answer that has begun, and end."""
         log.info("request_is_not_http", why=str(error))
         asked, lent, task, transport = self._asked, self._lent, self._task, self.transport
         self._asked = self._lent = self._task = None
@@ -819,7 +821,7 @@ class Connection:
         if transport is None or (asked is not None and asked.begun) or (lent is not None and lent.begun):
             self.cut()
             return
-        transport.write(refusal(str(error)))
+        transport.write(refusal(str(error), target))
         self._end(is_whole=False)
 
     def _end(self, *, is_whole: bool) -> None:
@@ -844,8 +846,19 @@ class Connection:
             self.transport.close()
 
 
-def refusal(why: str) -> bytes:
-    """Return the answer to what is not HTTP."""
-    body = f"400: {why}\n".encode()
-    fields = f"Content-Type: text/plain\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-    return f"HTTP/1.1 400 Bad Request\r\n{fields}".encode() + body
+def _target_in(buffer: bytes) -> bytes:
+    """Return the second word of the first line, which may be anything."""
+    words = buffer[:AHEAD_BYTES].partition(b"\r\n")[0].split(b" ", 2)
+    return words[1] if len(words) > 1 else b""
+
+
+def refusal(why: str, target: bytes) -> bytes:
+    """Return the answer to what is not HTTP, in the schema of the API that it seems to ask for."""
+    try:
+        spelt = Target.parse(target.decode("utf-8", "surrogateescape")).spelt
+    except RequestError:
+        spelt = None
+    told = plain_answer(RequestError.status, RequestError.code, f"the request was not accepted: {why}", spelt)
+    fields = "".join(f"{name}: {value}\r\n" for name, value in told.headers.items())
+    fields += f"Content-Length: {len(told.body)}\r\nConnection: close\r\n\r\n"
+    return f"HTTP/1.1 400 Bad Request\r\n{fields}".encode() + told.body
