@@ -139,6 +139,43 @@ async def test_the_charts_tell_the_last_sample(world: World, open_page: OpenPage
         await expect(chart.locator(".when")).to_have_text(re.compile(r"^\d\d:\d\d:\d\d$"))
 
 
+WRITTEN = """async values => {
+  const [charts, format] = await Promise.all(["charts", "format"].map(name => import(`/dashboard/${name}.js`)));
+  const kinds = [[charts.niceTop, format.short], [charts.niceTopS, format.duration]];
+  return kinds.map(([top, write]) => values.map(value => [value, top(value), write(top(value)), write(top(value) / 2)]));
+}"""
+UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+async def test_a_line_of_a_chart_is_where_its_label_says(world: World, open_page: OpenPage) -> None:
+    """Of counts and of times: what is written at the top of an axis and at its half is not rounded."""
+    values = [digits * 10**power for power in range(-3, 5) for digits in (1, 1.2, 1.5, 2.2, 3.4, 4.9, 5.7, 7, 9.3)]
+    async with open_page(world.url) as page:
+        kinds = await page.evaluate(WRITTEN, values)
+
+    def read(text: str) -> float:
+        return sum(float(number) * UNITS[unit] for number, unit in re.findall(r"([\d.]+) ?([a-zA-Z]*)", text))
+
+    for value, top, whole, half in (row for kind in kinds for row in kind):
+        assert top >= 0.999 * value, value
+        assert (read(whole), read(half)) == (pytest.approx(top), pytest.approx(top / 2)), value
+
+
+async def test_what_is_not_there_has_no_colour_in_a_stack(world: World, open_page: OpenPage) -> None:
+    """Areas stand on each other: one of nothing has no height, wherever the others are."""
+    async with open_page(world.url) as page:
+        flat = await page.evaluate("""async () => {
+          const { Chart } = await import("/dashboard/charts.js");
+          const series = ["reasoning", "acting", "held"].map((name) => ({ name, colour: name }));
+          const chart = new Chart({ title: "t", unit: "", series, stacked: true, format: String });
+          document.body.append(chart.element);
+          chart.show([1, 2, 3].map((at_s) => ({ at_s, values: [at_s, 0, 2] })), 3, 5);
+          return chart.paths.map((path) => path.getBBox().height && path.getTotalLength() > 0
+            && new Set(path.getAttribute("d").match(/[\\d.]+,[\\d.]+/g)).size);
+        }""")
+    assert flat == [6, 3, 6]  # corners: three above, three below; those of nothing are the same
+
+
 async def test_reason_of_the_queue_head_stands_above_the_queue(world: World, open_page: OpenPage) -> None:
     """The sentence is the API's; each row says for how long and why; the tile shows the longest wait."""
     async with open_page(world.url) as page:
