@@ -30,14 +30,10 @@ from msgspec.structs import replace
 from multidict import CIMultiDict
 
 from thunderagent.errors import (
-    ProgramKilledError,
-    ProgramReleasedError,
-    ProgramStaleError,
     ReplicaError,
     RequestError,
     ThunderAgentError,
     TurnAbortedError,
-    TurnSupersededError,
 )
 from thunderagent.leases import Lease
 from thunderagent.leases.open_lease import LeaseSource, OpenLease
@@ -65,6 +61,7 @@ from thunderagent.proxy.turns.record import (
     Patience,
     Record,
     ask_for,
+    ended_by,
     patience_of,
     read_turn,
     told_key,
@@ -518,7 +515,7 @@ class Turns:
             record.outcome, record.verdict, record.cause = "aborted", "aborted_by_trainer", record.aborted_for
         if record.status is not None or record.task is None or record.task.uncancel():
             return False
-        error = _ended_by(record)
+        error = ended_by(record)
         record.status = error.status
         try:
             if record.held_stream is None or not exchange.begun:
@@ -537,18 +534,3 @@ class Turns:
             self._leases.release(turn.program_id, record.generation, turn.outcome)
         elif self._judge is not None and turn.has_whole_prompt and self._lives(record):
             self._judge.turn_seen(turn.program_id, turn.body, turn.branch_id)
-
-
-def _ended_by(record: Record) -> ThunderAgentError:
-    """Return the error of an attempt that was cancelled here: another one replaces it, or its program was ended."""
-    error: ThunderAgentError = TurnSupersededError("the client retried this turn; the retry goes on")
-    if record.aborted_for == ProgramKilledError.code:
-        error = ProgramKilledError(
-            f"program {record.turn.program_id!r} was ended by an operator, and its turns aborted"
-        )
-    elif record.aborted_for == ProgramStaleError.code:
-        error = ProgramStaleError(f"the weights are newer than the bound of program {record.turn.program_id!r} allows")
-    elif record.aborted_for:
-        error = ProgramReleasedError(f"program {record.turn.program_id!r} was released, and its turns aborted")
-    tell_with_error(error, record.headers())
-    return error

@@ -51,7 +51,14 @@ from typing import Any, Final, NamedTuple
 
 from multidict import CIMultiDictProxy, istr
 
-from thunderagent.errors import RequestError
+from thunderagent.errors import (
+    ProgramKilledError,
+    ProgramReleasedError,
+    ProgramStaleError,
+    RequestError,
+    ThunderAgentError,
+    TurnSupersededError,
+)
 from thunderagent.faults import nearest_hint
 from thunderagent.leases import FAIL_OPEN, Lease, TurnAsk, TurnHint
 from thunderagent.log_lines import TurnLine
@@ -65,7 +72,14 @@ from thunderagent.proxy.reading.inference import Chain, Key, Prompt, prompt_of
 from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.turns.aborts import ABORTABLE_PATHS, COMPLETIONS_PATH
 from thunderagent.proxy.turns.heartbeat import HeldStream
-from thunderagent.proxy.wire.headers import FAIL_OPEN_HEADER, HOLD_HEADER, NOTE_HEADER, REPLICA_HEADER, identity_headers
+from thunderagent.proxy.wire.headers import (
+    FAIL_OPEN_HEADER,
+    HOLD_HEADER,
+    NOTE_HEADER,
+    REPLICA_HEADER,
+    identity_headers,
+    tell_with_error,
+)
 
 # --- What its client says of its waiting
 
@@ -680,3 +694,18 @@ def _earlier_of(attempt: Record, others: list[Record]) -> Record | None:
 def _place_of(attempt: Record) -> Place:
     body = attempt.turn.body
     return attempt.key or "", attempt.turn.branch_id, attempt.path, len(body), hash(body[-HASHED_BYTES:])
+
+
+def ended_by(record: Record) -> ThunderAgentError:
+    """Return the error of an attempt that was cancelled here: another one replaces it, or its program was ended."""
+    error: ThunderAgentError = TurnSupersededError("the client retried this turn; the retry goes on")
+    if record.aborted_for == ProgramKilledError.code:
+        error = ProgramKilledError(
+            f"program {record.turn.program_id!r} was ended by an operator, and its turns aborted"
+        )
+    elif record.aborted_for == ProgramStaleError.code:
+        error = ProgramStaleError(f"the weights are newer than the bound of program {record.turn.program_id!r} allows")
+    elif record.aborted_for:
+        error = ProgramReleasedError(f"program {record.turn.program_id!r} was released, and its turns aborted")
+    tell_with_error(error, record.headers())
+    return error

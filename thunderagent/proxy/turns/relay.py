@@ -17,7 +17,7 @@ from typing import Final
 
 from multidict import CIMultiDict
 
-from thunderagent.errors import ReplicaAnswerTooLargeError, ReplicaError
+from thunderagent.errors import ReplicaAnswerTooLargeError, ReplicaError, ThunderAgentError
 from thunderagent.leases.open_lease import OpenLease
 from thunderagent.proxy.fleet.client import ReplicaClient
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
@@ -25,7 +25,7 @@ from thunderagent.proxy.reading.answers import StreamUsage, decoded, error_of_bo
 from thunderagent.proxy.reading.inference import Inference
 from thunderagent.proxy.reading.outline import LARGE_BODY_BYTES
 from thunderagent.proxy.turns.forward import Forwarding
-from thunderagent.proxy.turns.record import Record
+from thunderagent.proxy.turns.record import Record, ended_by
 from thunderagent.proxy.watch.turn_metrics import TurnMetrics
 from thunderagent.proxy.wire.exchange import Channel, Exchange, Wait, done
 from thunderagent.proxy.wire.headers import LOCATION, forwarded_response_headers, lead_back
@@ -184,10 +184,12 @@ class Relay:
                 self._forwarding.failed(lease, error)
                 await streamed.break_off(error)
                 return
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             if streamed.has_ended():
                 self._end_stream(record, lease, streamed)
-            raise
+            elif record.aborted_for:
+                await streamed.break_off(ended_by(record))
+            raise error  # noqa: TRY201 - bare, it would end a compiled process after a wait
         if rest := streamed.rest():
             await done(exchange.write(rest))
         self._end_stream(record, lease, streamed)
@@ -332,7 +334,7 @@ class _Streamed:
         """Return whether the last event was handed on; engine and client may leave then, before the answer ends."""
         return includes_last(self._record.dialect, self._last_events)
 
-    async def break_off(self, error: ReplicaError) -> None:
+    async def break_off(self, error: ThunderAgentError) -> None:
         """Report a broken stream to the client as an event, and cut the connection: the answer is incomplete."""
         if self._promised == "identity":  # otherwise an event would be unreadable
             ending = self._record.dialect.break_off(error.code, error.message, self.events.last_events)

@@ -4,7 +4,7 @@ import { h, s, setText } from "./dom.js";
 import { NONE } from "./format.js";
 
 const HEIGHT = 148;
-const LEFT = 40;
+const LEFT = 48;
 const RIGHT = 4;
 const TOP = 8;
 const BOTTOM = 20;

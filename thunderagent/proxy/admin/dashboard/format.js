@@ -36,6 +36,9 @@ export function duration(seconds) {
 
 export const count = (number, one, many = `${one}s`) => `${whole(number)} ${number === 1 ? one : many}`;
 
+/** The tokens that engines computed for a program: prompts without what was cached, and output. */
+export const computedOf = (program) => program.prompt_tokens_total - program.cached_tokens_total + program.output_tokens_total;
+
 /** What a program is doing, in a word: its status and its phase are two sides of it. */
 export function stateOf(program) {
   if (program.status === "active") return program.phase;
