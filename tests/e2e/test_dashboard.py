@@ -251,6 +251,9 @@ async def test_errors_and_the_verdict_on_their_replica_are_shown(tmp_path: Path,
         down = page.locator(".replica").first  # what is not up comes first
         await expect(down.locator("h3")).to_have_text(NO_REPLICA[1].removeprefix("http://"))
         await expect(down.locator("p.bad")).not_to_have_text("")
+        facts = ["0 reasoning · 0 acting", "gets nothing new", "0 turns", "0 % hits"]
+        await expect(down.locator(".facts li:visible")).to_have_text(facts)
+        await expect(page.locator("#connection")).to_have_attribute("data-state", "warn")
         await expect(page.locator("#errors-card")).to_be_hidden()
         await expect(page.locator("#tile-errors")).to_have_text("0")
         body = {"model": "a", "messages": "not a list"}
