@@ -1,4 +1,4 @@
-"""The ten tasks of an operator, as two pages have them: each command runs, and does what it is for."""
+"""The ten tasks of an operator, as the page on observing has them: each command runs, and does what it is for."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import asyncio
 import json
 import os
 import re
-import shutil
 import sys
 from asyncio.subprocess import PIPE
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import httpx2
 import pytest
 
-from tests.integration.support import command, engine
+from tests.integration.support import command
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -26,14 +25,6 @@ TASKS = dict(
     re.findall(r"^\| (.+?) \| (.+) \|$", PAGE.partition("## Ten tasks")[2].partition("\n## ")[0], re.MULTILINE)[1:]
 )
 DEADLINE_S = 50.0
-COMMANDS = dict(
-    re.findall(
-        r"^## ([^\n]+)\n(?:(?!^## ).)*?```sh\n(.+?)```",
-        (ROOT / "docs" / "how-to" / "operate.md").read_text(),
-        re.MULTILINE | re.DOTALL,
-    )
-)
-"""The first command of each task of the page on operating, by its heading."""
 
 
 def command_for(task: str) -> str:
@@ -62,102 +53,21 @@ async def test_each_command_does_its_task(tmp_path: Path) -> None:
     ):
 
         async def typed(task: str) -> str:
+            script = command_for(task).replace("localhost:8300", proxy.url.removeprefix("http://"))
             (replica,) = (await client.get("/replicas")).json()["replicas"]
-            script = command_for(task).replace("10.0.0.1:8000", replica["replica_id"])
-            return await run(script, proxy.url, tmp_path)
+            script = script.replace("10.0.0.1:8000", replica["replica_id"])
+            path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+            environment = {"PATH": path, "THUNDERAGENT_PROXY": proxy.url, "PYTHONPATH": str(ROOT)}
+            shell = await asyncio.create_subprocess_exec(
+                "bash", "-euc", script, cwd=tmp_path, stdout=PIPE, stderr=PIPE, env=environment
+            )
+            async with asyncio.timeout(DEADLINE_S):
+                said, complaint = await shell.communicate()
+            assert shell.returncode == 0, complaint.decode() + said.decode()
+            return said.decode()
 
         await _tasks(client, typed)
     assert json.loads((tmp_path / "keys.json").read_text())["keys"][0]["turns_per_min"] == 600
-
-
-async def run(script: str, url: str, folder: Path, **environment: str) -> str:
-    """Run what a page says in a shell, on the proxy at `url` instead of that of the page; return what it prints."""
-    script = script.replace("localhost:8300", url.removeprefix("http://"))
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {"PATH": path, "THUNDERAGENT_PROXY": url, "PYTHONPATH": str(ROOT), **environment}
-    shell = await asyncio.create_subprocess_exec(
-        "bash", "-euc", script, cwd=folder, stdout=PIPE, stderr=PIPE, env=environment
-    )
-    async with asyncio.timeout(DEADLINE_S):
-        said, complaint = await shell.communicate()
-    assert shell.returncode == 0, complaint.decode() + said.decode()
-    return said.decode()
-
-
-@pytest.mark.skipif(shutil.which("jq") is None, reason="the page's commands need jq")
-@pytest.mark.timeout(300)
-async def test_each_command_of_the_page_on_operating_does_its_task(tmp_path: Path) -> None:
-    """One engine lives and one is dead; one program is acting, the next one is held. Keys are asked for."""
-    made = await run("thunderagent key ops --admin --keys-file keys.json", "-", tmp_path)
-    (key,) = re.findall(r"tak_\S+", made)
-    bearer = {"Authorization": f"Bearer {key}"}
-    async with (
-        engine() as replica,
-        command(
-            *("serve", "--backends", f"{replica.url},http://127.0.0.1:9", "--policy", "cap", "--policy-arg", "n=1"),
-            *("--keys-file", str(tmp_path / "keys.json"), "--port", "0"),
-        ) as proxy,
-        httpx2.AsyncClient(base_url=proxy.url, headers=bearer, timeout=60, trust_env=False) as client,
-    ):
-        replica_id, commands = replica.url.removeprefix("http://"), dict(COMMANDS)
-
-        async def typed(task: str) -> str:
-            script = commands.pop(task).replace("10.0.0.1:8000", replica_id)
-            script = re.sub("curl(?!.*Authorization)", 'curl -H "Authorization: Bearer $THUNDERAGENT_KEY"', script)
-            return await run(script, proxy.url, tmp_path, THUNDERAGENT_KEY=key)
-
-        await _tasks_of_operating(client, typed, replica_id)
-    assert not commands, "tasks that nobody tried"
-
-
-async def _tasks_of_operating(
-    client: httpx2.AsyncClient, typed: Callable[[str], Awaitable[str]], replica_id: str
-) -> None:
-    async def turn(program_id: str, messages: object) -> httpx2.Response:
-        body = {"model": "simulated", "messages": messages, "max_tokens": 4}
-        return await client.post("/v1/chat/completions", json=body, headers={"X-Program-ID": program_id})
-
-    async def until(path: str, holds: Callable[[dict[str, Any]], object]) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            while not holds((await client.get(path)).json()):
-                await asyncio.sleep(0.02)
-
-    async def names() -> set[str]:
-        return {each["name"] for each in (await client.get("/keys")).json()["keys"]}
-
-    hello = [{"role": "user", "content": "hello"}]
-    await until("/replicas", lambda said: any(each["up"] for each in said["replicas"]))
-    assert (await turn("first", hello)).status_code == 200
-    assert (await turn("first", "no list")).status_code == 400
-    async with asyncio.TaskGroup() as group:
-        held = group.create_task(turn("task-5", hello))
-        await until("/queue", lambda said: said["waiting_count"])
-        needs = (await client.get("/queue")).json()["first_needs"]
-        said = json.loads(await typed("Find why a turn waits"))
-        assert said == {"status": "paused", "turns_held_count": 1, "needs": needs}
-        await until("/summary", lambda said: said["rates"]["turns_per_min"])
-        sizes = json.loads(await typed("Size 16 replicas"))
-        assert (sizes["programs_that_fit"], sizes["processes"]) == (16, 1)
-        assert 'outcome="refused"} 1.0' in await typed("See errors")
-        most, *_ = json.loads(await typed("Find which program costs most"))
-        assert most["program_id"] == "first"
-        dead = json.loads(await typed("Find a dead engine"))
-        assert dead["replica_id"] == "127.0.0.1:9"
-        assert dead["why_down"]
-        assert re.search(rf"{replica_id}.*\d+%", await typed("See whether prefix caching works"))
-        await typed("Abort a program")
-        assert (await held).status_code == 410
-    await typed("Add a key with a limit")
-    async with asyncio.timeout(DEADLINE_S):
-        while "lab" not in await names():
-            await asyncio.sleep(0.05)
-    await typed("Rotate a key")
-    async with asyncio.timeout(DEADLINE_S):
-        while await names() != {"ops", "lab-2"}:
-            await asyncio.sleep(0.05)
-    await typed("Drain an engine")
-    replicas = (await client.get("/replicas")).json()["replicas"]
-    assert [each["verdict"] for each in replicas if each["replica_id"] == replica_id] == ["draining"]
 
 
 async def _tasks(client: httpx2.AsyncClient, typed: Callable[[str], Awaitable[str]]) -> None:
