@@ -17,7 +17,7 @@ from urllib.parse import urlencode
 import httpx2
 from PIL import Image
 
-from tests.e2e.support import chromium, load, serving
+from tests.e2e.support import LAUNCH_S, chromium, load, serving
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, Page
@@ -48,7 +48,7 @@ async def take_all(warm_up_s: float) -> None:
                 program_id = await _with_most_to_tell(server.url)
                 where = urlencode({"program": program_id})
                 async with await _page(browser, server.url, scheme, width=1000, height=860, where=where) as page:
-                    await page.locator(".span").first.wait_for()
+                    await page.locator(".span").first.wait_for(timeout=1000 * LAUNCH_S)
                     await _save(page, f"dashboard-program-{scheme}.png")
             async with await _page(browser, server.url, "light", width=390, height=844) as page:
                 await _save(page, "dashboard-narrow.png")
@@ -57,7 +57,10 @@ async def take_all(warm_up_s: float) -> None:
 async def _page(browser: Browser, url: str, scheme: Any, *, width: int, height: int, where: str = "") -> Page:
     page = await browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
     await page.goto(f"{url}/dashboard#{where}")
-    await page.locator("#rows tr").first.wait_for()
+    while not await page.locator("#rows tr").count():
+        await asyncio.sleep(SETTLE_S)
+        if not await page.locator(".chart").count():  # Chromium gives up loading where a network of the machine changes
+            await page.reload()
     return page
 
 

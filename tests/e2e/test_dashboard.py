@@ -139,6 +139,51 @@ async def test_the_charts_tell_the_last_sample(world: World, open_page: OpenPage
         await expect(chart.locator(".when")).to_have_text(re.compile(r"^\d\d:\d\d:\d\d$"))
 
 
+WRITTEN = """async values => {
+  const [charts, format] = await Promise.all(["charts", "format"].map(name => import(`/dashboard/${name}.js`)));
+  const kinds = [[charts.niceTop, format.short], [charts.niceTopS, format.duration]];
+  return kinds.map(([top, write]) => values.map(value => {
+    const chart = new charts.Chart({ title: "t", unit: "", series: [{ name: "a" }], format: write, nice: top });
+    document.querySelector("#charts").append(chart.element);
+    chart.show([{ at_s: 1, values: [value] }], 1, 300);
+    const left = Math.min(...[...chart.grid.querySelectorAll("text")].map(text => text.getBBox().x));
+    chart.element.remove();
+    return [value, top(value), write(top(value)), write(top(value) / 2), left];
+  }));
+}"""
+UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+async def test_a_line_of_a_chart_is_where_its_label_says(world: World, open_page: OpenPage) -> None:
+    """Of counts and of times: what is written at the top of an axis and at its half is not rounded, and not cut off."""
+    values = [digits * 10**power for power in range(-3, 5) for digits in (1, 1.2, 1.5, 2.2, 3.4, 4.9, 5.7, 7, 9.3)]
+    async with open_page(world.url) as page:
+        kinds = await page.evaluate(WRITTEN, values)
+
+    def read(text: str) -> float:
+        return sum(float(number) * UNITS[unit] for number, unit in re.findall(r"([\d.]+) ?([a-zA-Z]*)", text))
+
+    for value, top, whole, half, left_px in (row for kind in kinds for row in kind):
+        assert left_px >= 0, whole
+        assert top >= 0.999 * value, value
+        assert (read(whole), read(half)) == (pytest.approx(top), pytest.approx(top / 2)), value
+
+
+async def test_what_is_not_there_has_no_colour_in_a_stack(world: World, open_page: OpenPage) -> None:
+    """Areas stand on each other: one of nothing has no height, wherever the others are."""
+    async with open_page(world.url) as page:
+        flat = await page.evaluate("""async () => {
+          const { Chart } = await import("/dashboard/charts.js");
+          const series = ["reasoning", "acting", "held"].map((name) => ({ name, colour: name }));
+          const chart = new Chart({ title: "t", unit: "", series, stacked: true, format: String });
+          document.body.append(chart.element);
+          chart.show([1, 2, 3].map((at_s) => ({ at_s, values: [at_s, 0, 2] })), 3, 5);
+          return chart.paths.map((path) => path.getBBox().height && path.getTotalLength() > 0
+            && new Set(path.getAttribute("d").match(/[\\d.]+,[\\d.]+/g)).size);
+        }""")
+    assert flat == [6, 3, 6]  # corners: three above, three below; those of nothing are the same
+
+
 async def test_reason_of_the_queue_head_stands_above_the_queue(world: World, open_page: OpenPage) -> None:
     """The sentence is the API's; each row says for how long and why; the tile shows the longest wait."""
     async with open_page(world.url) as page:
@@ -206,6 +251,9 @@ async def test_errors_and_the_verdict_on_their_replica_are_shown(tmp_path: Path,
         down = page.locator(".replica").first  # what is not up comes first
         await expect(down.locator("h3")).to_have_text(NO_REPLICA[1].removeprefix("http://"))
         await expect(down.locator("p.bad")).not_to_have_text("")
+        facts = ["0 reasoning · 0 acting", "gets nothing new", "0 turns", "0 % hits"]
+        await expect(down.locator(".facts li:visible")).to_have_text(facts)
+        await expect(page.locator("#connection")).to_have_attribute("data-state", "warn")
         await expect(page.locator("#errors-card")).to_be_hidden()
         await expect(page.locator("#tile-errors")).to_have_text("0")
         body = {"model": "a", "messages": "not a list"}
@@ -413,6 +461,16 @@ LONGEST = """() => {
 """How many pixels the longest time held is too wide for its column."""
 
 
+OVERLAPS = """() => {
+  const ticks = [...document.querySelectorAll(".timeline .tick")];
+  if (!ticks.length) return ["no ticks"];
+  for (const tick of ticks) if (tick.textContent !== "now") tick.textContent = "-59 min 59 s";
+  const boxes = ticks.map((tick) => tick.getBBox()).sort((a, b) => a.x - b.x);
+  return boxes.filter((box, index) => index && box.x < boxes[index - 1].x + boxes[index - 1].width)
+    .map((box) => `a time at ${box.x} stands on the one before`);
+}"""
+
+
 @pytest.mark.parametrize("width", [390, 760, 1280, 1920])
 async def test_nothing_is_clipped_or_wider_than_the_screen(world: World, open_page: OpenPage, width: int) -> None:
     """No text is cut off, no row scrolls inside a card, and the rows of tiles and charts are full."""
@@ -426,6 +484,7 @@ async def test_nothing_is_clipped_or_wider_than_the_screen(world: World, open_pa
         assert await page.evaluate(LONGEST) <= 0
         await page.locator("#rows button").first.click()
         await expect(page.locator(".span.turn").first).to_be_visible()
+        assert await page.evaluate(OVERLAPS) == []
         for element in ("#story", "#story-body"):
             assert await page.locator(element).evaluate("e => e.scrollWidth - e.clientWidth") <= 0
 

@@ -486,7 +486,11 @@ async def test_ten_tasks_take_a_command_each(replica: FakeReplica, tmp_path: Pat
         assert costs[0]["tokens"] > 0
         assert "finished" in await typed("See errors", url, tmp_path)
         assert "hits" in await typed("See whether prefix caching works", url, tmp_path)
-        assert "turns/min" in await typed("Size 16 replicas", url, tmp_path)
+        async with asyncio.timeout(DEADLINE_S):
+            while not (await get(url, "/summary")).json()["rates"]["turns_per_min"]:
+                await asyncio.sleep(0.1)
+        sizes = json.loads(await typed("Size 16 replicas", url, tmp_path))  # of two replicas with one program
+        assert (sizes["programs_that_fit"], sizes["processes"], sizes["turns_per_s"] > 0) == (8, 1, True)
         await typed("Drain an engine", url, tmp_path, **{"10.0.0.1:8000": replica.replica_id})
         replicas = {each["replica_id"]: each for each in (await get(url, "/replicas")).json()["replicas"]}
         assert [replicas[each]["draining"] for each in (replica.replica_id, dying.replica_id)] == [True, False]

@@ -22,8 +22,10 @@ from tests.integration.support import (
     Wire,
     answers,
     chunk,
+    events_of,
     fake_replica,
     get,
+    metric,
     post,
     running_proxy,
     stream_head,
@@ -31,6 +33,7 @@ from tests.integration.support import (
     until,
     word,
 )
+from thunderagent.programs.state.program import Program
 from thunderagent.proxy.gate.keys.file import KeyLimitsEntry, add_key
 
 LIMITS = "X-Program-Limits"
@@ -129,6 +132,27 @@ async def test_the_end_of_a_program_may_abort_its_turns(
         answer = await running
         assert (answer.status, answer.json()["error"]["code"]) == (410, code)
         await until(lambda: proxy.runtime.leases_count == 0)
+        assert [await metric(proxy.url, "turns_total", outcome) for outcome in ("aborted", "abandoned")] == [1, 0]
+
+
+async def test_a_stream_that_is_aborted_says_why_it_ends() -> None:
+    """Its answer has begun, so its client gets an event, as where a replica breaks off."""
+    gate = Gate(before=[stream_head(), chunk(word("one"))])
+    async with fake_replica(gate) as replica, running_proxy(replica.url) as proxy:
+        running = asyncio.create_task(post(proxy.url, CHAT, turn(stream=True), *named("a")))
+        await until(lambda: (program := proxy.runtime.programs.get("a")) is not None and has_begun(program))
+        assert (await post(proxy.url, "/operations/kill", {"program_id": "a", "abort": True})).status == 200
+        answer = await running
+        first, last = events_of(answer.body)
+        assert (first["choices"][0]["delta"]["content"], last["error"]["code"]) == ("one", "program_killed")
+        assert not answer.whole
+        await until(lambda: proxy.runtime.leases_count == 0)
+        assert [await metric(proxy.url, "turns_total", outcome) for outcome in ("aborted", "abandoned")] == [1, 0]
+
+
+def has_begun(program: Program) -> bool:
+    """Return whether a turn of a program has the first byte of its answer."""
+    return any(each.started_s is not None for each in program.in_flight.values())
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,10 @@ from tests.integration.support import running_proxy
 from tests.real.scripted_model import ScriptedModel
 from tests.real.test_integrations import PAGES, Seen, python, run_script  # noqa: F401 - a fixture
 from thunderagent.programs.messages import Event, TurnAsk, TurnEnd
+from thunderagent.simulator.embedded.options import ServerConfig
+from thunderagent.simulator.embedded.server import running
+from thunderagent.simulator.engine.records import EngineConfig
+from thunderagent.simulator.engine.timing import profile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -124,6 +128,19 @@ async def test_claude_code_with_a_sub_agent_is_one_program(programs_folder: Path
         assert seen.branches[0] == seen.branches[-1] == ""
         assert seen.finished_count == len(seen.arrived) == 3
         assert "X-Stainless-Timeout" in model.asked[0][1]
+
+
+async def test_claude_code_ends_on_simulated_engines(programs_folder: Path, tmp_path: Path) -> None:
+    """They start a sub-agent because that is a tool; the notice of its end begins no other one."""
+    config = ServerConfig(EngineConfig(kv_tokens=64_000, timing=profile("instant")), port=0, grace_s=0)
+    async with running(config) as engine, running_proxy(engine) as proxy:
+        seen = Seen(output_tokens=None)
+        proxy.runtime.observe(seen)
+        output = await type_in(blocks("claude-code", "sh")[1], proxy, programs_folder, tmp_path)
+        assert '"released":true' in output
+        assert len(set(seen.arrived)) == 1
+        assert "Agent" in seen.tools
+        assert seen.tools[-1] == ""
 
 
 async def test_claude_code_says_which_sub_agent_called_which(programs_folder: Path, tmp_path: Path) -> None:

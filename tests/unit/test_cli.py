@@ -257,7 +257,7 @@ def test_an_option_that_is_true_or_false_may_stand_alone(argv: list[str], said: 
         (["serve", "--config", "no/such/file.toml"], "there is no configuration file no/such/file.toml"),
         (["serve", "--event-log", "no/such/folder/log"], "cannot write the event log no/such/folder/log"),
         (["doctor", "--backends", "http://a:1", "--url", "http://b:2"], "not allowed with argument --backends"),
-        (["doctor", "--backends", "here:80"], "'here:80' is not an http or https URL"),
+        (["doctor", "--backends", "here:80"], "'here:80' is not an http or https URL; is it http://here:80?"),
         (["doctor", "--url", "http://[::1"], "'http://[::1' is not a URL"),
         (["doctor", "--ca-file", "no/such/file"], "--ca-file: cannot use no/such/file"),
         (["status", "--ca-file", "no/such/file"], "--ca-file: cannot use no/such/file"),

@@ -17,12 +17,27 @@ from thunderagent.serving.security import check_security, is_loopback
 LONG_HELD_S = 60.0
 """A turn that is held for longer is worth a look."""
 KEY_HEADER = "X-ThunderAgent-Key"
-FROZEN = "frozen"
-"""The verdict of a replica that answers its polls while its turns stand still."""
-FROZEN_REMEDY = "see its log: it hangs; restart it, unless it goes on by itself"
 UNREACHABLE_REMEDY = (
     "make it reachable from the proxy's machine, at the same address; if it is not reachable from here either, start it"
 )
+NOT_UP: dict[str, tuple[str, str]] = {
+    "frozen": ("It hangs", "see its log; restart it, unless it goes on by itself"),
+    "failing": (
+        "It failed several turns in a row, so the proxy sends it none for a while",
+        "see its log; the proxy tries it again by itself",
+    ),
+    "draining": (
+        "It is drained: its programs leave, and it gets none",
+        "POST /replicas/ID/undrain takes it back, unless a source of replicas or a policy took it away",
+    ),
+    "suspended": ("Nothing is granted there", "end what suspends it (POST /resume, POST /weight_sync/end), or wait"),
+    "collapsed": (
+        "Its cache no longer keeps what it was given, so it gets no new programs for a while",
+        "see its log; restart it if that stays",
+    ),
+    "backpressure": ("It says that it is full, so turns wait for it", "wait; more replicas or a lower load help"),
+}
+"""Verdicts on replicas that the proxy reaches: what each means, and what to do."""
 CLOSED_REMEDY = "make one with `thunderagent key NAME --admin` and give it to doctor in THUNDERAGENT_KEY"
 
 
@@ -187,27 +202,14 @@ def _replicas(proxy: Proxy) -> Iterator[Finding]:
         yield fault("ready", proxy.name, f"It serves no turn: {why}.", "see the findings on its engines")
     for replica in proxy.replicas:
         subject = f"{replica['replica_id']}"
+        verdict, why = replica["verdict"], replica["verdict_reason"]
+        means, remedy = NOT_UP.get(verdict, ("", UNREACHABLE_REMEDY))
         if not replica["up"]:
-            yield fault(
-                "replica_up",
-                subject,
-                f"For the proxy it is down: {replica['why_down']}.",
-                FROZEN_REMEDY if replica.get("verdict") == FROZEN else UNREACHABLE_REMEDY,
-            )
-        elif replica["breaker"] != "closed":
-            yield warning(
-                "replica_up",
-                subject,
-                "It failed several turns in a row, so the proxy sends it none for a while.",
-                "see its log; the proxy tries it again by itself",
-            )
-        elif replica["suspended_for"]:
-            yield warning(
-                "replica_up",
-                subject,
-                f"Nothing is granted there: {', '.join(replica['suspended_for'])}.",
-                "end what suspends it (POST /resume, POST /weight_sync/end), or wait",
-            )
+            why_down = replica["why_down"]
+            yield fault("replica_up", subject, f"For the proxy it is {verdict}: {why_down}.", remedy)
+        elif verdict != "up":
+            told = why or ", ".join(replica["suspended_for"])
+            yield warning("replica_up", subject, f"{means}{f': {told}' if told else ''}.", remedy)
         if price := replica.get("price"):
             yield _price(subject, price)
 

@@ -151,7 +151,7 @@ def build_app(
         sandboxes,
         judge,
         partial(Recording, recorded, replicas) if recorded is not None else None,
-        Fence(fence, replicas, runtime, runtime.turn_aborters) if fence is not None else None,
+        Fence(fence, replicas, runtime, [runtime.abort_turns]) if fence is not None else None,
     )
     runtime.turn_aborters.append(flow.abort)
     turns = TurnHandlers(flow)

@@ -153,7 +153,8 @@ class Runtime:
         """When a trainer last aborted what ran on a replica."""
         self.turn_aborters: list[Callable[[str, str], int]] = []
         """Each ends the turns of a program that somebody carries, with the error of a code, and returns how many."""
-        self._superseded_ids: set[int] = set()
+        self._ends_as: dict[int, str] = {}
+        """How turns end for which that was decided here; one that finishes meanwhile is finished."""
         """Turns replaced by another attempt, until their carrier has heard of it."""
         self._fleet = Fleet(self.pools)
         self.replicas = self._fleet.replicas
@@ -255,7 +256,7 @@ class Runtime:
             with while_held:
                 return await waiter
         except asyncio.CancelledError:
-            self.outcome_counts[self._superseded_or("abandoned", turn_id)] += 1
+            self.outcome_counts[self._decided_or("abandoned", turn_id)] += 1
             self._writer.dispatch(TurnEnd(turn_id, ask.program_id, outcome="abandoned", now_s=self.now_s()))
             raise
         except ThunderAgentError as error:
@@ -352,6 +353,8 @@ class Runtime:
 
     def abort_turns(self, program_id: str, code: str) -> int:
         """Abort all turns of a program, at their engines, too; return how many. End it at once after that."""
+        if (program := self.programs.get(program_id)) is not None:
+            self._ends_as.update(dict.fromkeys(program.in_flight, "aborted"))
         return sum([abort(program_id, code) for abort in self.turn_aborters])
 
     def unanswered_count(self, replica_ids: Collection[str], since_s: float) -> int:
@@ -464,7 +467,7 @@ class Runtime:
     def tried_again(self, turn_id: int) -> None:
         """Record that the next attempt replaces a turn: it ends as superseded, if it has not ended yet."""
         if turn_id in self.pools.turns:
-            self._superseded_ids.add(turn_id)
+            self._ends_as[turn_id] = "superseded"
 
     def ended(self, end: TurnEnd) -> None:
         """Take a lease back."""
@@ -480,7 +483,7 @@ class Runtime:
     def count_end(self, end: TurnEnd) -> None:
         """Count how a turn ended, and its usage; call it directly for a turn without a lease here."""
         outcome: str = "errored" if end.is_error else end.outcome
-        outcome = self._superseded_or(outcome, end.turn_id) if self._superseded_ids else outcome
+        outcome = self._decided_or(outcome, end.turn_id) if self._ends_as else outcome
         self.outcome_counts[outcome] += 1
         if end.outcome == "finished":
             self.prompt_tokens_total += end.prompt_tokens or 0
@@ -645,12 +648,10 @@ class Runtime:
         """Tick until cancelled, or until the scheduler or its policy raised: then raise that, to end the process."""
         await self._writer.run(self.settings.tick_s)
 
-    def _superseded_or(self, outcome: str, turn_id: int) -> str:
-        """Return the outcome of a turn: superseded if it was replaced, otherwise `outcome`."""
-        if turn_id not in self._superseded_ids:
-            return outcome
-        self._superseded_ids.discard(turn_id)
-        return outcome if outcome == "finished" else "superseded"
+    def _decided_or(self, outcome: str, turn_id: int) -> str:
+        """Return the outcome of a turn: superseded if it was replaced, aborted if it was ended here; or `outcome`."""
+        decided = self._ends_as.pop(turn_id, outcome)
+        return outcome if outcome == "finished" else decided
 
     async def close(self, *, waits: bool = True) -> None:
         """Grant nothing more, reject waiting turns, let turns in flight end within the grace period.

@@ -19,7 +19,8 @@ HEALTHY: dict[str, Any] = {
     "replica_id": "r0",
     "up": True,
     "why_down": "",
-    "breaker": "closed",
+    "verdict": "up",
+    "verdict_reason": "",
     "suspended_for": [],
 }
 
@@ -89,9 +90,16 @@ def test_a_program_that_is_not_released_is_told_of() -> None:
     ("change", "level", "text"),
     [
         ({}, None, ""),
-        ({"up": False, "why_down": "connection refused"}, Level.FAULT, "it is down: connection refused."),
-        ({"breaker": "open"}, Level.WARNING, "failed several turns in a row"),
-        ({"suspended_for": ["weight_sync"]}, Level.WARNING, "Nothing is granted there: weight_sync."),
+        ({"up": False, "verdict": "down", "why_down": "refused"}, Level.FAULT, "it is down: refused."),
+        ({"verdict": "failing"}, Level.WARNING, "failed several turns in a row"),
+        (
+            {"verdict": "suspended", "suspended_for": ["weight_sync"]},
+            Level.WARNING,
+            "Nothing is granted there: weight_sync.",
+        ),
+        ({"verdict": "draining"}, Level.WARNING, "It is drained"),
+        ({"verdict": "collapsed", "verdict_reason": "2 % kept"}, Level.WARNING, "gets no new programs"),
+        ({"verdict": "backpressure"}, Level.WARNING, "it is full"),
     ],
 )
 def test_a_replica_is_judged_by_what_the_proxy_says(change: dict[str, Any], level: Level | None, text: str) -> None:

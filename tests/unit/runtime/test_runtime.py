@@ -671,4 +671,4 @@ async def test_a_turn_that_ended_already_cannot_be_superseded() -> None:
         with await runtime.lease(asked(runtime, "a", supersedes_id=77_000)) as lease:
             lease.finished()
         assert runtime.outcome_counts == {"finished": 2}
-        assert not runtime._superseded_ids
+        assert not runtime._ends_as

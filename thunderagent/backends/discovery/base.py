@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol
@@ -81,7 +82,8 @@ def wanted_of(text: str, ranks_count: RanksCount | None = None) -> Wanted:
     except ValueError as error:
         raise DiscoveryError(f"{shown!r} is not a URL") from error  # its text may contain a part of the password
     if parts.scheme not in {"http", "https"} or not has_address or not _is_clean(url):
-        raise DiscoveryError(f"{shown!r} is not an http or https URL")
+        hint = f"; is it http://{shown}?" if re.fullmatch(r"[\w.-]+:\d+", shown) else ""
+        raise DiscoveryError(f"{shown!r} is not an http or https URL{hint}")
     if parts.query:
         raise DiscoveryError(f"{shown!r}: a replica's URL must have no query")
     if parts.path.endswith("/v1"):

@@ -54,7 +54,8 @@ def carried(runtime: Carrier, outcomes: Sequence[str]) -> Iterator[Metric]:
     turns = CounterMetricFamily(
         "thunderagent_turns",
         "Turns by how they ended: finished; refused by the engine (4xx, 5xx); failed by the replica (each try counts); "
-        "abandoned by the client; superseded by its new attempt; rejected without a lease; aborted by a trainer.",
+        "abandoned by the client; superseded by its new attempt; rejected without a lease; "
+        "aborted by a trainer or an operator.",
         labels=["outcome"],
     )
     for outcome in outcomes:

@@ -81,7 +81,7 @@ class MessagesBody(GenerationBody, kw_only=True):
 def _as_chat(message: AnthropicMessage) -> Message:
     kinds = [] if isinstance(message.content, str) else [block.get("type") for block in message.content]
     calls: list[Json] = [{} for kind in kinds if kind == "tool_use"]
-    return Message("tool" if "tool_result" in kinds else message.role, tool_calls=calls)
+    return Message("tool" if "tool_result" in kinds else message.role, _text(message.content), calls)
 
 
 def _text(content: str | list[Json]) -> str:

@@ -61,7 +61,7 @@ class ResponsesBody(GenerationBody, kw_only=True):
         choice = self.tool_choice
         form = (self.text or {}).get("format")
         return ChatBody(
-            messages=[Message(role, tool_calls=[{}] if role == "tool" else None) for role, _ in chat],
+            messages=[Message(role, text, [{}] if role == "tool" else None) for role, text in chat],
             tools=[{"type": "function", "function": tool} for tool in own],
             tool_choice={"function": choice} if isinstance(choice, dict) else choice,
             parallel_tool_calls=self.parallel_tool_calls,

@@ -1,14 +1,15 @@
 """What an embedded engine says when words alone would not do: calls of the tools it is given, and JSON.
 
 The plan of an answer needs no model: it calls the first two tools, one after the other, reads their results, and ends
-with words. With `parallel_tool_calls` it calls both at once. `tool_choice` overrides the plan. Arguments are the
-smallest that satisfy the tool's schema.
+with words, or with the command by which mini-SWE-agent ends. With `parallel_tool_calls` it calls both at once.
+`tool_choice` overrides the plan. Arguments are the smallest that satisfy the tool's schema.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import reprlib
 import uuid
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from thunderagent.simulator.embedded.requests import ApiError, ChatBody, Json, j
 from thunderagent.simulator.embedded.tokens import END_TOKEN, Answer, WordTokenizer, cut_at_stop
 
 PLANNED_CALLS_COUNT: Final = 2
+SUBMISSION: Final = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 INSTANCE_LIMIT: Final = 32_768
 """The characters of an instance, and the words of schemas read for it, together."""
 _DEPTH_LIMIT: Final = 32
@@ -47,6 +49,7 @@ _WORDS_OF: Final = {
 _UNKNOWN: Final = ("not", "if", "contains", "dependencies", "dependentRequired", "dependentSchemas")
 _LARGER: Final = {"minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"}
 _SMALLER: Final = {"maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"}
+_TAG: Final = re.compile(r"\s*<([\w-]+)>")
 _COMPARED_COUNT: Final = 256
 _INTEGER_BITS: Final = 64
 
@@ -419,12 +422,10 @@ def scripted_answer(body: ChatBody, tokenizer: WordTokenizer, limit_tokens: int)
     """Return the calls or the form that a chat asks for; None if any words will do. Raises ApiError."""
     if not (body.tools or body.tool_choice or body.response_format or body.structured_outputs):
         return None
-    calls = planned_calls(
-        [_tool(tool) for tool in body.tools or []],
-        _choice(body.tool_choice),
-        done_count=_done_count(body),
-        parallel=bool(body.parallel_tool_calls),
-    )
+    tools, choice = [_tool(tool) for tool in body.tools or []], _choice(body.tool_choice)
+    calls = planned_calls(tools, choice, done_count=_done_count(body), parallel=bool(body.parallel_tool_calls))
+    if not calls and choice != "none":
+        calls = _submission(tools, body)
     if calls:  # the tokens are those of the message in the next turn, which finds them cached
         said = [{"name": call.name, "arguments": call.arguments_text} for call in calls]
         token_ids = [*tokenizer.encode(json_text(said)), END_TOKEN]
@@ -461,7 +462,32 @@ def _done_count(body: ChatBody) -> int:
     """Return how many calls came since the user last spoke."""
     count = 0
     for message in reversed(body.messages):
-        if message.role == "user":
+        if message.role == "user" and not _is_notice(message.text()):
             break
         count += len(message.tool_calls or [])
     return count
+
+
+def _submission(tools: list[Tool], body: ChatBody) -> list[Call]:
+    """Return the command by which mini-SWE-agent ends, where a prompt names it: words without a call it refuses."""
+    for tool in tools:
+        properties = tool.schema.get("properties") if isinstance(tool.schema, dict) else None
+        if isinstance(properties, dict) and "command" in properties:
+            said = (message.text() for message in body.messages if message.role in ("system", "user"))
+            return [Call(tool.name, {"command": SUBMISSION})] if any(SUBMISSION in text for text in said) else []
+    return []
+
+
+def _is_notice(text: str) -> bool:
+    """Return whether all of a message is in tags: so clients tell what happened beside, as the end of a sub-agent.
+
+    The user gave no new task; an agent that began the plan anew for it would never end.
+    """
+    at, is_tagged = 0, False
+    while tag := _TAG.match(text, at):
+        end = f"</{tag[1]}>"
+        found = text.find(end, tag.end())
+        if found < 0:
+            return False
+        at, is_tagged = found + len(end), True
+    return is_tagged and not text[at:].strip()

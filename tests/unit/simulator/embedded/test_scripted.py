@@ -7,12 +7,22 @@ import json
 import tracemalloc
 from typing import Any
 
+import msgspec
 import pytest
 
-from thunderagent.simulator.embedded.requests import ApiError
+from thunderagent.simulator.embedded.messages_api import MessagesBody
+from thunderagent.simulator.embedded.requests import ApiError, ChatBody, Message
 from thunderagent.simulator.embedded.responses_api import ResponsesBody
-from thunderagent.simulator.embedded.scripted import INSTANCE_LIMIT, Tool, formed_text, instance_of, planned_calls
-from thunderagent.simulator.embedded.tokens import Answer, cut_at_stop
+from thunderagent.simulator.embedded.scripted import (
+    INSTANCE_LIMIT,
+    SUBMISSION,
+    Tool,
+    formed_text,
+    instance_of,
+    planned_calls,
+    scripted_answer,
+)
+from thunderagent.simulator.embedded.tokens import Answer, WordTokenizer, cut_at_stop
 
 TOOLS = [Tool("look", {}), Tool("count", {}), Tool("third", {})]
 
@@ -268,6 +278,54 @@ def test_the_plan_calls_two_tools_one_after_the_other_and_ends() -> None:
     assert names == [["look"], ["count"], []]
     both = planned_calls(TOOLS, "auto", done_count=0, parallel=True)
     assert [call.name for call in both] == ["look", "count"]
+
+
+@pytest.mark.parametrize(
+    ("said", "tool"),
+    [
+        ("look again", "look"),
+        ("<b>look</b> again", "look"),
+        ("<system-reminder>not closed", "look"),
+        ("<system-reminder>a sub-agent ended</system-reminder>", None),
+        (" <used>Edit</used>\n<system-reminder>[not the user]\n<task>done</task></system-reminder>\n", None),
+    ],
+)
+def test_a_notice_of_the_client_is_no_new_task(said: str, tool: str | None) -> None:
+    """Claude Code tells so of each sub-agent that ends: an agent that began anew would start another one, for ever."""
+    words = [{"type": "text", "text": said}]
+    one, other = ({"type": "tool_use", "id": name, "name": name, "input": {}} for name in ("look", "count"))
+    read = [{"type": "tool_result", "tool_use_id": "look", "content": "seen"}]
+    history: list[Any] = [
+        {"role": "user", "content": "look"},
+        *(
+            {"role": role, "content": each}
+            for call in (one, other)
+            for role, each in (("assistant", [call]), ("user", read))
+        ),
+        {"role": "assistant", "content": "done"},
+        {"role": "user", "content": words},
+    ]
+    tools = [{"name": name, "input_schema": {"type": "object"}} for name in ("look", "count")]
+    body = msgspec.convert({"model": "m", "max_tokens": 99, "messages": history, "tools": tools}, MessagesBody)
+    chat = body.as_chat()
+    assert chat is not None
+    answer = scripted_answer(chat, WordTokenizer(), 99)
+    assert (None if answer is None else answer.calls[0].name) == tool
+
+
+@pytest.mark.parametrize(("prompt", "ends_with"), [(f"do it, then `{SUBMISSION}`", SUBMISSION), ("do it", None)])
+def test_an_agent_that_ends_by_a_command_gets_it(prompt: str, ends_with: str | None) -> None:
+    """mini-SWE-agent: first the tool with made-up words, then the command that its prompt names."""
+    schema = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
+    tools = [{"type": "function", "function": {"name": "bash", "parameters": schema}}]
+    asked = [Message("user", prompt)]
+    first = scripted_answer(ChatBody(messages=asked, tools=tools), WordTokenizer(), 99)
+    assert first is not None
+    assert first.calls[0].arguments == {"command": "text"}
+    asked += [Message("assistant", None, [{}]), Message("tool", "not found")]
+    last = scripted_answer(ChatBody(messages=asked, tools=tools), WordTokenizer(), 99)
+    assert (None if last is None else last.calls[0].arguments["command"]) == ends_with
+    assert scripted_answer(ChatBody(messages=asked, tools=tools, tool_choice="none"), WordTokenizer(), 99) is None
 
 
 def test_a_choice_overrides_the_plan() -> None:

@@ -160,7 +160,7 @@ function showSummary({ policy, version, now, rates: last, programs_count: all, r
   setText(byId("note-hits"), "of prompt tokens");
   for (const { chart, ofGateways } of charts) if (ofGateways && cell?.links_count) chart.none = GATEWAYS_KNOW;
   document.title = `${now.turns_held_count ? `(${now.turns_held_count}) ` : ""}thunderagent`;
-  connection(up ? "live" : "warn", up ? `Live · ${up === known ? count(up, "replica") : `${up} of ${known} replicas`}` : "No replica is up");
+  connection(up && up === known ? "live" : "warn", up ? `Live · ${up === known ? count(up, "replica") : `${up} of ${known} replicas`}` : "No replica is up");
 }
 
 const percentiles = (p90, p99) => (p99 === null ? "no stream lately" : `p90 ${duration(p90)} · p99 ${duration(p99)}`);

@@ -4,24 +4,31 @@ import { h, s, setText } from "./dom.js";
 import { NONE } from "./format.js";
 
 const HEIGHT = 148;
-const LEFT = 40;
+const LEFT = 48;
 const RIGHT = 4;
 const TOP = 8;
 const BOTTOM = 20;
 const POINTS = 240;
 
-const TIMES_S = [60, 120, 240, 360, 600, 1200, 1800, 3600, 7200, 14400, 28800, 86400];
+const TIMES_S = [60, 120, 240, 360, 600, 1200, 1800, 3600, 7200, 14400, 28800];
+const DAY_S = 86400;
 
-/** Return a round number at or above `value`, for the top of an axis. */
-export function niceTop(value) {
+/** Return a round number at or above `value`, for the top of an axis. It and its half are multiples of `least`, the smallest
+ * difference that is written there: what stands at a line of the grid is where the line is. */
+export function niceTop(value, least = 0.1) {
   if (!(value > 0)) return 1;
-  const size = 10 ** Math.floor(Math.log10(value));
-  return size * [1, 1.5, 2, 3, 4, 5, 6, 8, 10].find((step) => step * size >= value * 0.999);
+  let size = 10 ** Math.floor(Math.log10(value));
+  for (;; size *= 10) {
+    const found = [1, 1.5, 2, 3, 4, 5, 6, 8].find((step) => step * size >= value * 0.999 && isWhole((step * size) / 2 / least));
+    if (found) return found * size;
+  }
 }
 
-/** The same of a time in seconds: half of it is round, too. */
+const isWhole = (number) => number > 0.5 && Math.abs(number - Math.round(number)) < 1e-6;
+
+/** The same of a time in seconds: it is written in milliseconds up to a second, and half of it is round, too. */
 export function niceTopS(value) {
-  return value > 40 ? TIMES_S.find((time) => time >= value * 0.999) ?? niceTop(value) : niceTop(value);
+  return value > 40 ? TIMES_S.find((time) => time >= value * 0.999) ?? DAY_S * Math.ceil(value / DAY_S) : niceTop(value, value > 2 ? 0.1 : 0.001);
 }
 
 /**
@@ -40,9 +47,7 @@ export class Chart {
     this.grid = s("g", { class: "grid" });
     this.paths = series.map(({ colour }) => s("path", { class: `${stacked ? "area" : "line"} ${colour}` }));
     this.cross = s("line", { class: "cross", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
-    // A stack is drawn from its top: each area reaches down to the axis, and the next covers what is not its own.
-    const layers = stacked ? [...this.paths].reverse() : this.paths;
-    this.svg = s("svg", { role: "img", tabindex: 0, height: HEIGHT, "aria-label": title }, this.grid, ...layers, this.cross);
+    this.svg = s("svg", { role: "img", tabindex: 0, height: HEIGHT, "aria-label": title }, this.grid, ...this.paths, this.cross);
     this.note = h("p", { class: "over-chart", text: "Nothing yet" });
     this.element = h("section", { class: "card chart" },
       h("div", { class: "head" }, h("h2", { text: title }), h("p", { class: "aside" }, this.when, ` ${unit}`)),
@@ -79,15 +84,14 @@ export class Chart {
     this.axisTop = this.top ?? this.nice(Math.max(...heights.flat(), 0));
     this.drawGrid();
     const drawn = this.rows.filter((row) => this.x(row.at_s) >= LEFT - 1);
-    const base = drawn.map(() => 0);
+    const point = ({ at_s }, value) => (value === null || value === undefined ? null : `${this.x(at_s).toFixed(1)},${this.y(Math.min(value, this.axisTop)).toFixed(1)}`);
+    const at = (heightOf) => drawn.map((row, place) => point(row, heightOf(row, place)));
+    let floor = drawn.map(() => 0);
     this.paths.forEach((path, index) => {
-      const points = drawn.map(({ at_s, values }, place) => {
-        const value = values[index];
-        if (this.stacked) base[place] += value ?? 0;
-        const shown = this.stacked ? base[place] : value;
-        return shown === null || shown === undefined ? null : `${this.x(at_s).toFixed(1)},${this.y(Math.min(shown, this.axisTop)).toFixed(1)}`;
-      });
-      path.setAttribute("d", this.stacked ? areaPath(points, this.y(0)) : linePath(points));
+      if (!this.stacked) return path.setAttribute("d", linePath(at(({ values }) => values[index])));
+      const below = floor;  // each area stands on the one before, and covers nothing of it
+      floor = drawn.map(({ values }, place) => below[place] + (values[index] ?? 0));
+      path.setAttribute("d", areaPath(at((_, place) => floor[place]), at((_, place) => below[place])));
     });
     this.note.hidden = drawn.filter(({ values }) => values.some((value) => value !== null)).length > 1;
     setText(this.note, drawn.length > 1 ? this.none : "Nothing yet");
@@ -166,9 +170,6 @@ function linePath(points) {
   }).join("");
 }
 
-function areaPath(points, floor) {
-  if (points.length < 2) return "";
-  const first = points[0].split(",")[0];
-  const last = points.at(-1).split(",")[0];
-  return `M${first},${floor}L${points.join("L")}L${last},${floor}Z`;
+function areaPath(above, below) {
+  return above.length < 2 ? "" : `M${above.join("L")}L${[...below].reverse().join("L")}Z`;
 }

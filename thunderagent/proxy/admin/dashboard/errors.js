@@ -23,9 +23,14 @@ function create({ program_id: id, replica_id: replica, what, cause }, openStory)
   const program = id === null ? h("td", { text: "no program" })
     : h("td", {}, h("button", { type: "button", class: "mono id", text: id, title: id, onclick: () => openStory(id, "") }));
   const row = h("tr", {}, ago, program, h("td", { class: "mono", text: replica ?? NONE }),
-    h("td", { text: what.replaceAll("_", " ") }), h("td", { class: "mono", text: cause }));
+    h("td", { text: what.replaceAll("_", " ") }), h("td", { class: "mono" }, ...breakable(cause)));
   row.view = { ago };
   return row;
+}
+
+/** A word of our own, which a narrow page may break after its underscores. */
+function breakable(text) {
+  return text.split("_").flatMap((part, index) => (index ? ["_", h("wbr"), part] : [part]));
 }
 
 function update({ view }, error) {

@@ -21,11 +21,11 @@ export function percent(ratio) {
   return ratio === null || ratio === undefined ? NONE : `${Math.round(100 * ratio)} %`;
 }
 
-/** 40 ms, 0.4 s, 12 s, 3 min 20 s, 2 h 5 min. */
+/** 40 ms, 400 ms, 1.2 s, 12 s, 3 min 20 s, 2 h 5 min. */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return NONE;
   if (seconds < 0.0005) return "0 s";
-  if (seconds < 0.0995) return `${Math.round(1000 * seconds)} ms`;
+  if (seconds < 0.9995) return `${Math.round(1000 * seconds)} ms`;
   if (seconds < 9.95) return `${ONE.format(seconds)} s`;
   const all = Math.round(seconds);
   if (all < 60) return `${all} s`;
@@ -35,6 +35,9 @@ export function duration(seconds) {
 }
 
 export const count = (number, one, many = `${one}s`) => `${whole(number)} ${number === 1 ? one : many}`;
+
+/** The tokens that engines computed for a program: prompts without what was cached, and output. */
+export const computedOf = (program) => program.prompt_tokens_total - program.cached_tokens_total + program.output_tokens_total;
 
 /** What a program is doing, in a word: its status and its phase are two sides of it. */
 export function stateOf(program) {

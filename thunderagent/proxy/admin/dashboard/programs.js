@@ -1,7 +1,7 @@
 // The table of programs: a page of those that are searched for, in the order of a column.
 
 import { byId, h, keyed, setText } from "./dom.js";
-import { because, duration, NONE, stateOf, whole } from "./format.js";
+import { because, computedOf, duration, NONE, stateOf, whole } from "./format.js";
 
 const PAGE = 25;
 const TYPING_MS = 200;
@@ -120,7 +120,7 @@ function update({ view }, program) {
   setText(view.replica, program.replica_id ?? NONE);
   setText(view.pool, program.pool);
   setText(view.claim, whole(program.claim_tokens));
-  setText(view.computed, whole(program.prompt_tokens_total - program.cached_tokens_total + program.output_tokens_total));
+  setText(view.computed, whole(computedOf(program)));
   setText(view.turns, whole(program.turn_count));
   setText(view.age, duration(program.age_s));
   setText(view.held, duration(program.held_s_total + (program.held_for_s ?? 0)));

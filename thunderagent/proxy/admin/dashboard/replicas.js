@@ -75,10 +75,11 @@ function update(element, replica) {
   setText(view.demand, `${whole(replica.demand_tokens)}${limit === null ? "" : ` of ${whole(limit)}`} tokens${full}`);
   const shared = replica.shared_tokens ? ` · ${short(replica.shared_tokens)} shared` : "";
   const free = limit === null ? null : limit - replica.demand_tokens;
-  setText(view.free, (free === null ? "capacity unknown" : free < 0 ? `${short(-free)} over the limit` : `${short(free)} free`) + shared);
+  const room = isTrouble(replica) ? "gets nothing new" : free === null ? "capacity unknown" : `${short(free)} free`;
+  setText(view.free, (free < 0 ? `${short(-free)} over the limit` : room) + shared);
   setText(view.programs, `${whole(replica.reasoning_count)} reasoning · ${whole(replica.acting_count)} acting`);
   const { running_count: running, waiting_count: waiting } = replica.engine;
-  setText(view.engine, running === null ? count(replica.turns_in_flight_count, "turn") : `engine: ${whole(running)} running · ${whole(waiting ?? 0)} queued`);
+  setText(view.engine, running === null || !replica.up ? count(replica.turns_in_flight_count, "turn") : `engine: ${whole(running)} running · ${whole(waiting ?? 0)} queued`);
   setText(view.hits, `${percent(replica.hit_ratio)} hits`);
   setText(view.idle, replica.idle_held_s >= 1 ? `idle while held: ${duration(replica.idle_held_s)}` : "");
   view.idle.hidden = replica.idle_held_s < 1;

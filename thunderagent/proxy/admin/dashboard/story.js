@@ -2,7 +2,7 @@
 
 import { get, pathOf, Refused } from "./api.js";
 import { byId, h, keyed, setText } from "./dom.js";
-import { because, duration, NONE, percent, stateOf, whole } from "./format.js";
+import { because, computedOf, duration, NONE, percent, stateOf, whole } from "./format.js";
 import { Timeline } from "./timeline.js";
 
 const EVENTS_MS = 150;
@@ -179,10 +179,10 @@ function doingOf(program) {
   if (waiting) return `Held for ${duration(waiting.for_s)}: ${because(waiting.reason)}. To go on: ${waiting.what_must_happen}.`;
   if (holding) {
     const until = holding.hold_until_in_s;
-    const kept = until === null ? "as long as there is room" : until < 0 ? "until others need the room" : `for ${duration(until)} yet`;
-    return `Its tool ${holding.tool ? `${holding.tool} ` : ""}runs for ${duration(holding.for_s)}; its memory on ${program.replica_id} is held ${kept}.`;
+    const kept = until === null ? "as long as there is room" : until < 0 ? "until others need the room" : `for up to ${duration(until)} more`;
+    return `Its tool ${holding.tool ? `${holding.tool} ` : ""}has run for ${duration(holding.for_s)}; it keeps its memory on ${program.replica_id} ${kept}.`;
   }
-  if (program.status === "paused") return `Its tool runs for ${duration(program.acting_for_s)}, without a claim on memory. Its next turn is placed when it comes.`;
+  if (program.status === "paused") return `Its tool has run for ${duration(program.acting_for_s)}, without a claim on memory. Its next turn is placed when it comes.`;
   return `${program.turns_in_flight_count === 1 ? "A turn is" : `${program.turns_in_flight_count} turns are`} in flight on ${program.replica_id}.`;
 }
 
@@ -192,7 +192,7 @@ function factsOf(program) {
     ["Claim", `${whole(program.claim_tokens)} tokens`],
     ["Context", `${whole(program.context_tokens)} tokens`],
     ["Turns", whole(program.turn_count)],
-    ["Computed", `${whole(program.prompt_tokens_total - program.cached_tokens_total)} tokens`],
+    ["Computed", `${whole(computedOf(program))} tokens`],
     ["Output", `${whole(program.output_tokens_total)} tokens`],
     ["Prompt cached", hits],
     ["Held in all", duration(program.held_s_total + (program.held_for_s ?? 0))],

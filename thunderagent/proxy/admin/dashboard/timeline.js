@@ -4,9 +4,10 @@ import { h, s } from "./dom.js";
 import { because, duration, whole } from "./format.js";
 
 const LANE = 26;
-const ABOVE = 20;
+const ABOVE = 23;
 const AXIS = 22;
 const GUTTER = 8;
+const NARROW = 480;
 const ENDS = new Set(["finished", "failed", "refused", "abandoned", "rejected"]);
 const DECISIONS = new Set(["restore", "pause", "mark", "unmark"]);
 
@@ -112,14 +113,14 @@ export class Timeline {
       return shape;
     };
     const content = [
-      ...lanes.map((name) => s("text", { class: "lane", x: GUTTER, y: laneY(name) - 6, text: name })),
+      ...lanes.map((name) => s("text", { class: "lane", x: GUTTER, y: laneY(name) - 8, text: name })),
       ...lanes.map((name) => s("line", { class: "floor", x1: GUTTER, x2: width - GUTTER, y1: laneY(name) + LANE, y2: laneY(name) + LANE })),
       ...claims.map((span) => block("claim", span, `on ${span.replica}`, 0, `has its claim on ${span.replica}`)),
       ...holds.map((span) => block("hold", span, "held", 4, `held, ${span.why.replaceAll("_", " ")}: ${because(span.why)}`)),
       ...turns.map((span) => block(`turn ${span.outcome}`, span, `on ${span.replica}`, 6, `turn on ${span.replica}${span.outcome ? `, ${span.outcome}` : ", in flight"}${span.why ? `, ${span.why}` : ""}`)),
       ...tools.map((span) => block(span.away ? "away" : "tool", span, "tools", 6, span.away ? "away after a turn that did not finish" : `tool ${span.name || "runs"}`)),
       ...marks.map((mark) => this.mark(mark, x, laneY)),
-      ...axis(range, x, height),
+      ...axis(range, x, height, width),
     ];
     this.svg.setAttribute("height", height);
     this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
@@ -193,8 +194,8 @@ export class Timeline {
   }
 }
 
-function axis(range, x, height) {
-  return [1, 0.75, 0.5, 0.25, 0].map((part) => s("text", {
+function axis(range, x, height, width) {
+  return (width < NARROW ? [1, 0.5, 0] : [1, 0.75, 0.5, 0.25, 0]).map((part) => s("text", {
     class: "tick",
     x: x(part * range),
     y: height - 6,
