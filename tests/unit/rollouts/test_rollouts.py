@@ -60,8 +60,9 @@ class Said:
 
     size_bytes = 0
 
-    def __init__(self, turn: Turn, answered: Answered, *, has_answers: bool) -> None:
+    def __init__(self, turn: Turn, answered: Answered, *, has_answers: bool, prompt_bytes: int = 0) -> None:
         self.turn = turn
+        self.prompt_bytes = prompt_bytes
         self.has_answers = has_answers
         self._answered = answered
 
@@ -325,6 +326,18 @@ def test_verdicts_and_gaps_mask_a_rollout() -> None:
     record(to, entry, failed, NOTHING, has_answers=True)
     assert entry.rollout.mask_sample
     assert not entry.rollout.complete
+
+
+def test_failure_is_made_up_by_the_same_turn_alone() -> None:
+    """A new attempt has a prompt of the same size, though the first one broke off before its engine counted tokens."""
+    to = table()
+    entry, said = granted(to), []
+    tries = [("infrastructure_failed", 10, 0), ("ok", 20, 8), ("ok", 10, 5), ("client_left", 30, 0)]
+    for verdict, prompt_bytes, prompt_tokens in tries:
+        turn = Turn(seq=0, verdict=verdict, tries_count=1, prompt_tokens=prompt_tokens)
+        to.take(entry, Said(turn, NOTHING, has_answers=True, prompt_bytes=prompt_bytes))
+        said.append(entry.rollout.verdict)
+    assert said == ["infrastructure_failed", "infrastructure_failed", "ok", "client_left"]
 
 
 def test_turn_that_was_granted_and_not_recorded_makes_it_incomplete() -> None:

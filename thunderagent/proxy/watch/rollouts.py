@@ -36,8 +36,10 @@ log = structlog.get_logger("thunderagent.rollouts")
 MAX_WARNINGS_COUNT = 1000
 """Replicas and APIs of which a warning is logged."""
 
-SEND_S = 0.1
-"""How often turns that have ended are sent to be settled."""
+SEND_S = 0.5
+"""How often turns that have ended are sent to be settled: those of a program together cost less."""
+SEND_COUNT = 32
+"""Of so many programs at once; then what else waits for the loop goes first."""
 MAX_DEATHS_COUNT = 3
 """If so many processes in a row die of the same turns, these have no records."""
 
@@ -123,20 +125,33 @@ class Rollouts:
         self._sends = False
         if self._is_closed:
             return
-        table, settling = self.table, self._settling
-        if not settling.is_up:
-            settling.start()
-        else:
+        if self._settling.is_up:
+            self._send_some([entry for entry in self.table.unsettled.values() if not entry.sent])
+            return
+        self._settling.start()
+        self._send_again()
+
+    def _send_some(self, waiting: list[Entry], start: int = 0) -> None:
+        end, table, settling = start + SEND_COUNT, self.table, self._settling
+        if self._is_closed:
+            return
+        if settling.is_up:
+            settling.send(self._batches(entry for entry in waiting[start:end] if entry.taken and not entry.sent))
+            if end < len(waiting):
+                asyncio.get_running_loop().call_soon(self._send_some, waiting, end)
+                return
             gone, table.gone = table.gone, []
-            batches = self._batches(entry for entry in list(table.unsettled.values()) if not entry.sent)
-            batches += [
+            settling.send(
                 Batch(entry.number, 0, 0, is_full=False, is_last=True, is_new=False, blocks=[], frames=[], turns=[])
                 for entry in gone
                 if entry.settled_by == settling.number and not entry.taken
-            ]
-            settling.send(batches)
-        settling.end_if_silent()
-        if table.unsettled or table.gone:
+            )
+        self._send_again()
+
+    def _send_again(self) -> None:
+        """Send what waits then, too, if anything does."""
+        self._settling.end_if_silent()
+        if self.table.unsettled or self.table.gone:
             self._send_soon()
 
     def _batches(self, entries: Iterable[Entry]) -> list[Batch]:
@@ -195,18 +210,19 @@ class Rollouts:
     def _was_settled(self, entry: Entry, failed: list[str]) -> None:
         for why in failed:
             log.error("rollout_turn_lost", program_id=entry.rollout.program_id, why=why)
-        unsaid, self.table.unsaid = self.table.unsaid, []
-        for turn in unsaid:
-            self._warn(turn)
+        if self.table.lacks:
+            lacks, self.table.lacks = self.table.lacks, []
+            for each in lacks:
+                self._warn(each)
         if not entry.taken:
             self._packed_if_much(entry)
 
-    def _warn(self, turn: Turn) -> None:
+    def _warn(self, lack: tuple[str, str, str]) -> None:
         """Say once of each replica and API that what clients get there cannot be trained on."""
-        what = (turn.replica_id, turn.path, turn.missing)
-        if what not in self._warned and len(self._warned) < MAX_WARNINGS_COUNT:
-            self._warned.add(what)
-            log.warning("rollout_incomplete", replica_id=turn.replica_id, path=turn.path, missing=turn.missing)
+        if lack not in self._warned and len(self._warned) < MAX_WARNINGS_COUNT:
+            self._warned.add(lack)
+            replica_id, path, missing = lack
+            log.warning("rollout_incomplete", replica_id=replica_id, path=path, missing=missing)
 
     def lost(self, entry: Entry) -> None:
         """Note that a turn which an engine got cannot be recorded."""

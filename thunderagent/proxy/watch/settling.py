@@ -144,6 +144,8 @@ class SettlingProcess(asyncio.Protocol):
         """Send batches; it is up."""
         assert self._transport is not None
         sent = [_sized(encode_batch(each)) for each in batches]
+        if not sent:
+            return
         if not self._unanswered_count:
             self._heard_s = asyncio.get_running_loop().time()
         self._unanswered_count += len(sent)

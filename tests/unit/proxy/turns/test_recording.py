@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from thunderagent.proxy.reading.capture import CHAT, Asked, Capture
 from thunderagent.proxy.reading.taken import TAKEN_BYTES, Settler, Taken
 from thunderagent.proxy.watch import settling
-from thunderagent.proxy.watch.rollouts import MAX_DEATHS_COUNT, Rollouts, RolloutSettings
+from thunderagent.proxy.watch.rollouts import MAX_DEATHS_COUNT, SEND_COUNT, Rollouts, RolloutSettings
 from thunderagent.proxy.watch.settling import SettlingProcess
 from thunderagent.rollouts.records import (
     Rollout,
@@ -159,7 +159,7 @@ def test_turn_that_cannot_be_settled_loses_no_other() -> None:
     class Broken:
         turn = Turn(seq=0)
         has_answers = True
-        size_bytes = 100
+        size_bytes, prompt_bytes = 100, 0
 
         def shorten(self, entry: Entry) -> None:
             pass
@@ -286,6 +286,21 @@ async def test_turns_are_settled_with_nobody_asking_also_if_the_process_is_kille
     assert len(pids) == 3
     assert [each.link for each in await recorded.turns(entry)] == ["root", "extends", "extends"]
     assert (entry.rollout.complete, entry.rollout.turns_count) == (True, 3)
+    await closed(recorded)
+
+
+async def test_many_programs_are_settled_though_only_some_are_sent_at_once() -> None:
+    """Each has its records, also one that ended meanwhile, and the process forgets them all."""
+    recorded, count = rollouts(), 3 * SEND_COUNT + 1
+    entries = []
+    for number in range(count):
+        entries.append(entry := begun(recorded.table, f"p{number}"))
+        if recorded.table.take(entry, taken([1, 2], [5])):
+            recorded.attend(entry)
+    recorded.table.ended("p1", 1, "", 5.0)
+    await until_settled(recorded)
+    assert [entry.rollout.turns_count for entry in entries] == [1] * count
+    assert recorded.table.links == {"root": count}
     await closed(recorded)
 
 
