@@ -40,6 +40,8 @@ SEND_S = 0.5
 """How often turns that have ended are sent to be settled: those of a program together cost less."""
 SEND_COUNT = 32
 """Of so many programs at once; then what else waits for the loop goes first."""
+SMALL_BYTES = 32 * 1024
+"""A rollout of fewer bytes is read at once."""
 MAX_DEATHS_COUNT = 3
 """If so many processes in a row die of the same turns, these have no records."""
 
@@ -345,8 +347,11 @@ class Rollouts:
             found = segments.read(stored) if stored is not None and segments is not None else blocks
             return list(turns_in(found, frames))
 
-        is_small = stored is None and entry.size_bytes < 64 * 1024
-        return read() if is_small else await asyncio.to_thread(read)
+        return read() if self.is_small(entry) else await asyncio.to_thread(read)
+
+    def is_small(self, entry: Entry) -> bool:
+        """Return whether a rollout is in memory, and read faster than by a thread."""
+        return entry.stored is None and entry.size_bytes < SMALL_BYTES
 
     async def until_ended(self, program_id: str, within_s: float) -> Entry | None:
         """Return a program's rollout once it has ended, or as it is when the time is over."""
