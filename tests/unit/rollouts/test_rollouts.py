@@ -24,7 +24,7 @@ from thunderagent.rollouts.records import (
     turns_in,
 )
 from thunderagent.rollouts.samples import Sample, samples_of
-from thunderagent.rollouts.segments import Segments
+from thunderagent.rollouts.segments import Segments, Stored
 from thunderagent.rollouts.table import NOTHING, Answered, Entry, Table
 from thunderagent.rollouts.tokens import (
     UNREADABLE,
@@ -576,6 +576,39 @@ def test_oldest_file_is_deleted_when_disk_is_short(tmp_path: Path) -> None:
     assert last is not None
     assert last.stored is not None
     assert len(list(turns_in(segments.read(last.stored)))) == 1
+    segments.close()
+
+
+def test_tenant_with_no_more_than_its_share_of_the_disk_loses_nothing(tmp_path: Path) -> None:
+    """Neither to one that writes much, nor to many others, nor after a restart; and the disk is bounded all the time."""
+    folder, max_bytes, block = tmp_path / "r", 100_000, [os.urandom(1000)]
+    segments, deleted, seq = Segments(folder, max_bytes), set[int](), 0
+
+    def write(tenant: str) -> Stored:
+        nonlocal seq
+        seq += 1
+        stored, gone = segments.append(rollout(f"p{seq}", seq=seq, tenant=tenant), block)
+        deleted.update(gone)
+        assert segments.size_bytes <= max_bytes + 1200
+        assert segments.size_bytes == sum(path.stat().st_size for path in folder.iterdir())
+        return stored
+
+    kept = [write("small") for _ in range(10)]
+    for _ in range(300):
+        write("large")
+    assert deleted
+    segments.close()
+    segments = Segments(folder, max_bytes)
+    assert segments.size_bytes > max_bytes // 2
+    for number in range(300):
+        write(f"other-{number % 5}" if number % 2 else "large")
+    assert not {each.segment for each in kept} & deleted
+    assert all(segments.read(each) == block for each in kept)
+    tenants: dict[int, set[str]] = {}
+    for found, stored in segments.found():
+        tenants.setdefault(stored.segment, set()).add(found.tenant)
+    assert {len(each) for each in tenants.values()} == {1}
+    assert set.union(*tenants.values()) == {"small", "large", *(f"other-{number}" for number in (1, 3, 0, 2, 4))}
     segments.close()
 
 

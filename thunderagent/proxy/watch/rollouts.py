@@ -103,7 +103,7 @@ class Rollouts:
         if settings.folder is not None:
             try:
                 self._segments = Segments(settings.folder, settings.disk_bytes)
-                for rollout, stored in self._segments.found():
+                for rollout, stored in sorted(self._segments.found(), key=lambda each: each[0].seq):
                     self.table.found(rollout, stored)
             except OSError as error:
                 raise ConfigurationError(f"rollout_dir: {error}") from error
@@ -258,8 +258,10 @@ class Rollouts:
     # --- the thread
 
     def _sweep(self) -> None:
-        """Delete files in which nothing is kept any more."""
-        if self._segments is not None and self.table.dropped_count != self._swept_count:
+        """Delete files in which nothing is kept any more, once all that was written is known here."""
+        if self._segments is None or self._works or self._is_closed:
+            return
+        if self.table.dropped_count != self._swept_count:
             self._swept_count = self.table.dropped_count
             self._thread.submit(self._segments.delete_except, self.table.segments)
 
@@ -277,6 +279,8 @@ class Rollouts:
         self._works = bool(parcels)
         if parcels:
             self._thread.submit(self._work, asyncio.get_running_loop(), parcels)
+        else:
+            self._sweep()
 
     def _parcel(self, entry: Entry) -> _Parcel:
         # What is not settled yet would be missing in the file: settling packs anew.
