@@ -34,10 +34,10 @@ def post(path, body=None):
 def run(program_id, name, words):
     """Run the agent as a program that its last turn ends; return its reward. A turn without a word ends it, too."""
     p, messages, right = program(program_id, proxy=PROXY), [], 0
-    for left, word in zip(range(len(words) - 1, -1, -1), words):
+    for number, word in enumerate(words, start=1):
         messages.append({"role": "tool", "tool_call_id": "next", "content": word})
         body = {"model": name, "messages": messages, "max_tokens": 1, "temperature": 1.0}
-        final = {} if left else {"X-Program-Final": "1"}
+        final = {"X-Program-Final": "1"} if number == len(words) else {}
         answer = http.post(f"{p.base_url}/chat/completions", json=body, headers=final).raise_for_status()
         said = answer.json()["choices"][0]["message"]["content"]
         if not said:

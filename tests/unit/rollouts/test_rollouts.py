@@ -580,7 +580,7 @@ def test_oldest_file_is_deleted_when_disk_is_short(tmp_path: Path) -> None:
 
 
 def test_tenant_with_no_more_than_its_share_of_the_disk_loses_nothing(tmp_path: Path) -> None:
-    """Neither to one that writes much, nor to many others, nor after a restart; and the disk is bounded all the time."""
+    """Neither to one that writes much, nor to many others, nor after a restart; and the disk is bounded."""
     folder, max_bytes, block = tmp_path / "r", 100_000, [os.urandom(1000)]
     segments, deleted, seq = Segments(folder, max_bytes), set[int](), 0
 
