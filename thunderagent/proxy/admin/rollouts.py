@@ -80,7 +80,7 @@ class RolloutHandlers:
             found.append(entry)
             if len(found) >= limit:
                 break
-        await asyncio.gather(*(rollouts.settled(entry) for entry in found))  # not one after the other
+        await rollouts.settle_together(found)
         response = web.StreamResponse(headers={NEXT_HEADER: str(found[-1].rollout.seq if found else after)})
         response.content_type = "application/jsonl"
         await response.prepare(request)

@@ -204,6 +204,11 @@ class Rollouts:
             self._waiters.setdefault(entry.number, []).append(waiter)
             await waiter
 
+    async def settle_together(self, entries: Iterable[Entry]) -> None:
+        """Have several rollouts settled in one round trip, if the process is up; otherwise they wait for who reads."""
+        if self._settling.is_up:
+            await asyncio.gather(*map(self.settled, entries))
+
     def settle(self, entry: Entry) -> None:
         """Settle the turns of a rollout here."""
         if entry.taken and not entry.sent:
