@@ -40,6 +40,9 @@ PACKED_FROM_BYTES: Final = 128 * 1024
 TAKEN_RATIO: Final = 0.25
 """The part of the memory for rollouts that turns may take which are not yet settled."""
 
+FILLING_RATIO: Final = 0.25
+"""From this part of that on they are settled without delay."""
+
 RESERVED_RATIO: Final = 0.125
 """The part of it that tenants with more than their share leave to others."""
 
@@ -269,6 +272,7 @@ class Table:
         self._keep_s = keep_s
         self._turns_count = turns_count
         self.most_taken_bytes = int(TAKEN_RATIO * memory_bytes)
+        self._filling_bytes = int(FILLING_RATIO * self.most_taken_bytes)
         self._live: dict[str, Entry] = {}
         self._ended: dict[int, Entry] = {}
         """By their number, the oldest first."""
@@ -318,6 +322,11 @@ class Table:
         """Whether so much waits to be settled that further turns are recorded without their tokens."""
         return self.taken_bytes >= self.most_taken_bytes
 
+    @property
+    def is_filling(self) -> bool:
+        """Whether so much waits that it is not to wait any longer."""
+        return self.taken_bytes >= self._filling_bytes
+
     def take(self, entry: Entry, taken: Any) -> bool:
         """Take a turn that has ended; return whether its owner has something to do."""
         if entry.rollout.ended:  # another generation took its place
@@ -325,14 +334,14 @@ class Table:
         taken.shorten(entry)
         self._judge(entry, taken.turn, taken.prompt_bytes)
         size_bytes: int = taken.size_bytes
-        is_first = not self.unsettled
+        is_first, was_filling = not self.unsettled, self.is_filling
         entry.taken.append(taken)
         entry.taken_count += 1
         self._wait(entry, size_bytes)
         if entry.ending is not None and not entry.is_under_way:
             self._end(entry, *entry.ending)
             return True
-        return is_first
+        return is_first or (self.is_filling and not was_filling)
 
     def _judge(self, entry: Entry, turn: Turn, prompt_bytes: int) -> None:
         """Note what the end of a turn says about its program; a new attempt has a prompt of the same size."""

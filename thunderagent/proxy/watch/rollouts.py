@@ -38,6 +38,8 @@ MAX_WARNINGS_COUNT = 1000
 
 SEND_S = 0.5
 """How often turns that have ended are sent to be settled: those of a program together cost less."""
+HASTE_S = 0.05
+"""The same while much waits."""
 SEND_COUNT = 32
 """Of so many programs at once; then what else waits for the loop goes first."""
 SMALL_BYTES = 32 * 1024
@@ -90,7 +92,8 @@ class Rollouts:
         self._works = False
         self._is_closed = False
         self._settling = SettlingProcess(self._settled, self._settling_ended)
-        self._sends = False
+        self._timer: asyncio.TimerHandle | None = None
+        """For the next time that turns are sent."""
         self._sent: dict[int, Entry] = {}
         """Rollouts of which turns are being settled, by number, in that order."""
         self._numbers_count = 0
@@ -112,19 +115,22 @@ class Rollouts:
     # --- turns that wait to be settled
 
     def attend(self, entry: Entry) -> None:
-        """Look after a rollout of which a turn was taken: it ended, or nothing waited before."""
+        """Look after a rollout of which a turn was taken: it ended, nothing waited before, or much waits now."""
         if entry.rollout.ended:
             self._looked_at(entry)
+        if self.table.is_filling and self._timer is not None:
+            self._timer.cancel()
+            self._timer = asyncio.get_running_loop().call_later(0, self._send_waiting)
         self._send_soon()
 
     def _send_soon(self) -> None:
-        if not self._sends:
-            self._sends = True
-            asyncio.get_running_loop().call_later(SEND_S, self._send_waiting)
+        if self._timer is None:
+            delay_s = HASTE_S if self.table.is_filling else SEND_S
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._send_waiting)
 
     def _send_waiting(self) -> None:
         """Send all turns that wait, and say which programs have ended."""
-        self._sends = False
+        self._timer = None
         if self._is_closed:
             return
         if self._settling.is_up:

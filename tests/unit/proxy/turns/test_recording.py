@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from thunderagent.proxy.reading.capture import CHAT, Asked, Capture
 from thunderagent.proxy.reading.taken import TAKEN_BYTES, Settler, Taken
+from thunderagent.proxy.watch import rollouts as watch
 from thunderagent.proxy.watch import settling
 from thunderagent.proxy.watch.rollouts import MAX_DEATHS_COUNT, SEND_COUNT, Rollouts, RolloutSettings
 from thunderagent.proxy.watch.settling import SettlingProcess
@@ -301,6 +302,20 @@ async def test_many_programs_are_settled_though_only_some_are_sent_at_once() -> 
     await until_settled(recorded)
     assert [entry.rollout.turns_count for entry in entries] == [1] * count
     assert recorded.table.links == {"root": count}
+    await closed(recorded)
+
+
+async def test_turns_are_sent_at_once_if_much_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise those after them would have no tokens."""
+    monkeypatch.setattr(watch, "SEND_S", 1000.0)
+    recorded = rollouts()
+    entry = begun(recorded.table)
+    while not recorded.table.is_filling:
+        if recorded.table.take(entry, taken([1, 2], [5])):
+            recorded.attend(entry)
+    assert not recorded.table.is_behind
+    await until_settled(recorded)
+    assert entry.rollout.turns_count == entry.taken_count
     await closed(recorded)
 
 
