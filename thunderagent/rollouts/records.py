@@ -205,7 +205,7 @@ class SettledBatch(Struct, array_like=True):
     """Why turns have no record."""
 
 
-encode_batch: Final = msgspec.msgpack.Encoder().encode
+encode_batch_into: Final = msgspec.msgpack.Encoder().encode_into
 decode_batch: Final = msgspec.msgpack.Decoder(Batch).decode
 encode_settled: Final = msgspec.msgpack.Encoder().encode
 decode_settled: Final = msgspec.msgpack.Decoder(SettledBatch).decode

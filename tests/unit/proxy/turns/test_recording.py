@@ -27,7 +27,7 @@ from thunderagent.rollouts.records import (
     Turn,
     decode_batch,
     decode_settled,
-    encode_batch,
+    encode_batch_into,
     encode_settled,
     turns_in,
 )
@@ -193,7 +193,8 @@ def test_attempt_that_its_client_never_got_needs_no_tokens() -> None:
 def sent(table: Table, settler: Settler, entry: Entry, process: int = 1) -> list[str]:
     """Have the turns of a rollout settled by another process, through the bytes that are sent; return what failed."""
     entry.number = 7
-    batch = decode_batch(encode_batch(table.send(entry, process)))
+    encode_batch_into(table.send(entry, process), sent := bytearray())
+    batch = decode_batch(bytes(sent))
     return table.settled(entry, decode_settled(encode_settled(settler.settle(batch))))
 
 
