@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import httpx2
@@ -19,6 +23,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 HITS = "vllm:prefix_cache_hits_total"
 TOKENS_PATH = "/inference/v1/generate"
 UPDATES_COUNT = 5
+AGENTS_COUNT, MAX_LAG_COUNT = 6, 3
 
 
 def turns(seed: int) -> dict[str, dict[str, Any]]:
@@ -96,6 +101,14 @@ async def test_vllm_clears_its_cache_when_it_is_paused_unless_told_otherwise(
                 assert hit_tokens == 0 if clears == "true" else hit_tokens > 100
 
 
+async def rollouts_of(client: httpx2.AsyncClient) -> list[dict[str, Any]]:
+    """Return all ended rollouts with their turns."""
+    found: list[dict[str, Any]] = []
+    while lines := (await client.get(f"/rollouts?view=turns&after={found[-1]['seq'] if found else 0}")).text.split():
+        found += map(json.loads, lines)
+    return found
+
+
 async def test_vllm_program_keeps_its_own_and_new_ones_begin_anew(
     engines: tuple[RealEngine, RealEngine], run_proxy: RunProxy
 ) -> None:
@@ -111,3 +124,60 @@ async def test_vllm_program_keeps_its_own_and_new_ones_begin_anew(
             assert await asks.hit_tokens(CHAT, body, "old") > 100
             assert await asks.hit_tokens(CHAT, body, f"new-{number}") == 0
             assert await asks.hit_tokens(CHAT, body, f"beside-{number}") > 100
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600, func_only=True)
+async def test_vllm_reuses_nothing_older_in_a_thousand_updates_under_load(
+    engines: tuple[RealEngine, RealEngine], run_proxy: RunProxy
+) -> None:
+    """All prompts are alike, and after each update some turn is the first: it hits nothing. No program is too old.
+
+    FENCE_UPDATES says how many updates.
+    """
+    updates_count = int(os.environ.get("FENCE_UPDATES", "1000"))
+    bound = ("--fence-max-lag-count", str(MAX_LAG_COUNT), "--fence-when-stale", "finish")
+    async with (
+        run_proxy((engines[0],), "--fence", "turn", *bound, "--rollouts", "ids") as proxy,
+        httpx2.AsyncClient(base_url=proxy.url, timeout=120) as client,
+    ):
+        asks, body = Asks(client, engines[0]), chat(words(300, seed=97), 2)
+        through, answered, statuses = 0, asyncio.Event(), defaultdict[int, int](int)
+
+        async def update() -> None:
+            nonlocal through
+            for _ in range(updates_count):
+                await asks.update()
+                through += 1
+                answered.clear()
+                await answered.wait()
+
+        async def agent(number: int) -> None:
+            while not updates.done():
+                number, status = number + AGENTS_COUNT, 200
+                while status == 200 and not updates.done():
+                    sent = through
+                    answer = await client.post(CHAT, json=body, headers={"X-Program-ID": f"p{number}"})
+                    status = answer.status_code
+                    statuses[status] += 1
+                    if status == 200 and sent == through:
+                        answered.set()
+                await client.post("/programs/release", json={"program_id": f"p{number}"})
+
+        async with asyncio.TaskGroup() as group:
+            updates = group.create_task(update())
+            for number in range(AGENTS_COUNT):
+                group.create_task(agent(number))
+        found = await rollouts_of(client)
+    assert set(statuses) == {200, 410}, statuses
+    turns = [[turn for turn in each["turns"] if turn["status"] == 200] for each in found]
+    assert sum(map(len, turns)) == statuses[200], "each is recorded"
+    cached, salts = defaultdict[int, list[int]](list), set[tuple[int, str]]()
+    for turn in (turn for of_program in turns for turn in of_program):
+        cached[turn["changes_before"]].append(turn["cached_tokens"])
+        salts.add((turn["changes_before"], turn["salt"]))
+    assert len(cached) == len(salts) == len({salt for _, salt in salts}) >= updates_count
+    assert {min(each) for each in cached.values()} == {0}
+    assert max(map(max, cached.values())) > 100, "it has a cache that it uses"
+    lags = [turn["changes_before"] - each[0]["changes_before"] for each in turns if each for turn in each]
+    assert max(lags) == MAX_LAG_COUNT

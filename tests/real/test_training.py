@@ -118,7 +118,7 @@ async def test_grpo_learns_through_the_proxy(
     model = ensure_model(128, 2, word_count=8, max_model_len=MAX_LEN)
     example, direct = ROOT / "docs/examples/training/grpo.py", ROOT / "tests/real/train_directly.py"
     runs: list[dict[str, Any]] = []
-    recorded = ("--rollouts", "logprobs", "--rollout-keep-s", "7200")
+    recorded = ("--rollouts", "logprobs", "--rollout-keep-s", "7200", "--poll-interval-s", "1")
     async with engines(model, tmp_path) as pair, run_proxy(pair, *recorded) as proxy:
         for seed in range(seeds):
             folder = tmp_path / f"seed-{seed}"

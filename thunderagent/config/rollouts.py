@@ -30,7 +30,9 @@ class Rollouts(Slice):
         "then turns are recorded without tokens",
     )
     rollout_disk_bytes: int = Field(
-        20 * 2**30, ge=2**20, description="most bytes of rollouts in rollout_dir: beyond it the oldest are deleted"
+        20 * 2**30,
+        ge=2**20,
+        description="most bytes of rollouts in rollout_dir: beyond it the oldest of the tenant with most are deleted",
     )
     rollout_keep_s: float = Field(
         3600.0, gt=0, description="how long a rollout is kept after its program's end, in seconds"

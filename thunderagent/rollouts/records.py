@@ -178,28 +178,34 @@ class Batch(Struct, array_like=True):
     turns: list[SentTurn]
 
 
-class Settled(Struct, array_like=True):
-    """What became of a turn that was sent."""
-
-    link: Link = "unknown"
-    missing: Missing = ""
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    frame: bytes = b""
-    """Its record; empty if it has none any more."""
-    error: str = ""
-    """Why it has no record."""
-
-
 class SettledBatch(Struct, array_like=True):
-    """What became of the turns of a batch, and what the process keeps of its program."""
+    """What became of the turns of a batch: their records, and what they add to their rollout."""
 
     number: int
-    settled: list[Settled]
-    lineage_bytes: int
+    frames: bytes = b""
+    """The records, one after the other; a turn far beyond the limit has none."""
+    lineage_bytes: int = 0
+    """What the process keeps of the program."""
+    turns_count: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    held_s: float = 0.0
+    links: dict[str, int] = {}
+    incomplete_count: int = 0
+    """Turns that lack tokens of which the program has need."""
+    lacks: list[tuple[str, str, str]] = []
+    """Replica, path, and what is missing, of each turn that lacks anything and whose client got its answer."""
+    changes_first: int = -1
+    """The number of weights of the first turn that an engine got; less than 0 if none did."""
+    weights_first: str = ""
+    weights_last: str = ""
+    """The last that is known; empty if none is."""
+    changes_most: int = 0
+    errors: list[str] = []
+    """Why turns have no record."""
 
 
-encode_batch: Final = msgspec.msgpack.Encoder().encode
+encode_batch_into: Final = msgspec.msgpack.Encoder().encode_into
 decode_batch: Final = msgspec.msgpack.Decoder(Batch).decode
 encode_settled: Final = msgspec.msgpack.Encoder().encode
 decode_settled: Final = msgspec.msgpack.Decoder(SettledBatch).decode

@@ -22,7 +22,7 @@ chains of the programs that it is sent. Nothing is there that is not here, too: 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 from msgspec.structs import replace
@@ -39,6 +39,9 @@ PACKED_FROM_BYTES: Final = 128 * 1024
 
 TAKEN_RATIO: Final = 0.25
 """The part of the memory for rollouts that turns may take which are not yet settled."""
+
+FILLING_RATIO: Final = 0.25
+"""From this part of that on they are settled without delay."""
 
 RESERVED_RATIO: Final = 0.125
 """The part of it that tenants with more than their share leave to others."""
@@ -200,6 +203,66 @@ def _placed(lineage: Lineage, turn: Turn, answered: Answered, prompt: bytes, *, 
     return output_tokens
 
 
+def settle(
+    entry: Entry, taken: Iterable[Any], *, number: int, first_seq: int, turns_count: int, is_full: bool
+) -> SettledBatch:
+    """Put turns of a rollout into its chains, in their order; return their records, and what they come to.
+
+    The next record gets the number `first_seq`; the others are as in `place`.
+    """
+    frames: list[bytes] = []
+    links: dict[str, int] = {}
+    lacks: list[tuple[str, str, str]] = []
+    errors: list[str] = []
+    seq, incomplete_count, prompt_tokens, output_tokens, held_s = first_seq, 0, 0, 0, 0.0
+    changes_first, changes_most, weights_first, weights_last = -1, 0, "", ""
+    for each in taken:
+        turn: Turn = each.turn
+        try:
+            turn.seq = seq
+            answered: Answered = each.answered(entry)
+            has_answers: bool | None = each.has_answers
+            frame, tokens = place(
+                entry.lineage, turn, answered, has_answers=has_answers, turns_count=turns_count, is_full=is_full
+            )
+        except Exception as error:
+            errors.append(repr(error))
+            continue
+        seq += 1
+        frames.append(frame)
+        link: str = turn.link
+        links[link] = links.get(link, 0) + 1
+        prompt_tokens += turn.prompt_tokens
+        output_tokens += tokens
+        held_s += turn.held_s
+        if turn.missing and turn.kept:
+            lacks.append((turn.replica_id, turn.path, turn.missing))
+        if turn.tries_count:
+            if turn.missing and turn.kept and turn.verdict != "agent_error":
+                incomplete_count += 1
+            if changes_first < 0:
+                changes_first, weights_first = turn.changes_before, turn.weights_before
+            weights_last = turn.weights_after or weights_last
+            changes_most = max(changes_most, turn.changes_after)
+    entry.settled_prompt = b""
+    return SettledBatch(
+        number=number,
+        frames=b"".join(frames),
+        turns_count=seq - first_seq,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        held_s=held_s,
+        links=links,
+        incomplete_count=incomplete_count,
+        lacks=lacks,
+        changes_first=changes_first,
+        weights_first=weights_first,
+        weights_last=weights_last,
+        changes_most=changes_most,
+        errors=errors,
+    )
+
+
 class Table:
     """All rollouts."""
 
@@ -209,6 +272,7 @@ class Table:
         self._keep_s = keep_s
         self._turns_count = turns_count
         self.most_taken_bytes = int(TAKEN_RATIO * memory_bytes)
+        self._filling_bytes = int(FILLING_RATIO * self.most_taken_bytes)
         self._live: dict[str, Entry] = {}
         self._ended: dict[int, Entry] = {}
         """By their number, the oldest first."""
@@ -228,8 +292,8 @@ class Table:
         self.links: dict[str, int] = {}
         self.incomplete_count = 0
         """Turns without tokens so far."""
-        self.unsaid: list[Turn] = []
-        """Those whose client got its answer, until the owner has taken notice."""
+        self.lacks: list[tuple[str, str, str]] = []
+        """What `SettledBatch` says so, until the owner has taken notice."""
         self.dropped_count = 0
 
     # --- what happens
@@ -258,52 +322,50 @@ class Table:
         """Whether so much waits to be settled that further turns are recorded without their tokens."""
         return self.taken_bytes >= self.most_taken_bytes
 
+    @property
+    def is_filling(self) -> bool:
+        """Whether so much waits that it is not to wait any longer."""
+        return self.taken_bytes >= self._filling_bytes
+
     def take(self, entry: Entry, taken: Any) -> bool:
         """Take a turn that has ended; return whether its owner has something to do."""
         if entry.rollout.ended:  # another generation took its place
             return False
         taken.shorten(entry)
+        self._judge(entry, taken.turn, taken.prompt_bytes)
         size_bytes: int = taken.size_bytes
-        is_first = not self.unsettled
+        is_first, was_filling = not self.unsettled, self.is_filling
         entry.taken.append(taken)
         entry.taken_count += 1
         self._wait(entry, size_bytes)
         if entry.ending is not None and not entry.is_under_way:
             self._end(entry, *entry.ending)
             return True
-        return is_first
+        return is_first or (self.is_filling and not was_filling)
+
+    def _judge(self, entry: Entry, turn: Turn, prompt_bytes: int) -> None:
+        """Note what the end of a turn says about its program; a new attempt has a prompt of the same size."""
+        if turn.outcome == "superseded":
+            return
+        verdict, so_far = TURN_VERDICTS.get(turn.verdict, TurnVerdict.OK), entry.verdict
+        if verdict is not TurnVerdict.OK or so_far.verdict is not TurnVerdict.OK:
+            so_far.ended(verdict, turn.cause, turn.replica_id, turn.branch_id, prompt_bytes)
+            entry.rollout.verdict, entry.rollout.cause = so_far.verdict.value, so_far.cause
 
     def settle(self, entry: Entry) -> list[str]:
         """Settle the turns of a rollout here; return what went wrong: such turns have no record."""
-        taken = entry.taken
-        failed: list[str] = []
-        if not taken or entry.sent:
-            return failed
+        if not entry.taken or entry.sent:
+            return []
         if entry.settled_by:
-            entry.settled_by, entry.lineage_bytes = 0, 0
+            entry.settled_by = 0
             entry.lineage = lineage_of(turns_in(entry.blocks, entry.frames))
+        taken, entry.taken, entry.taken_prompt = entry.taken, [], b""
         self._give_back(entry)
-        entry.taken, entry.taken_prompt = [], b""
-        for each in taken:
-            turn: Turn = each.turn
-            try:
-                answered: Answered = each.answered(entry)
-                turn.seq, is_full = entry.rollout.turns_count, self._is_full(entry)
-                frame, output_tokens = place(
-                    entry.lineage,
-                    turn,
-                    answered,
-                    has_answers=each.has_answers,
-                    turns_count=self._turns_count,
-                    is_full=is_full,
-                )
-                self._note(entry, turn, frame, output_tokens)
-            except Exception as error:
-                entry.rollout.complete = False
-                failed.append(repr(error))
-        entry.settled_prompt = b""
-        self._after(entry)
-        return failed
+        first_seq, is_full = entry.rollout.turns_count, self._is_full(entry)
+        batch = settle(
+            entry, taken, number=entry.number, first_seq=first_seq, turns_count=self._turns_count, is_full=is_full
+        )
+        return self._note(entry, batch)
 
     def _give_back(self, entry: Entry) -> None:
         """Note that no turn of a rollout waits any more."""
@@ -336,23 +398,11 @@ class Table:
 
     def settled(self, entry: Entry, batch: SettledBatch) -> list[str]:
         """Note what became of turns that were sent; return what went wrong: such turns have no record."""
-        sent, entry.sent, entry.deaths_count = entry.sent, [], 0
-        failed: list[str] = []
+        entry.sent, entry.deaths_count = [], 0
         self._give_back(entry)
         for each in entry.taken:
             self._wait(entry, each.size_bytes)
-        for taken, found in zip(sent, batch.settled, strict=True):
-            if found.error:
-                entry.rollout.complete = False
-                failed.append(found.error)
-                continue
-            turn: Turn = taken.turn
-            turn.seq = entry.rollout.turns_count
-            turn.link, turn.missing, turn.prompt_tokens = found.link, found.missing, found.prompt_tokens
-            self._note(entry, turn, found.frame, found.output_tokens)
-        entry.lineage_bytes = batch.lineage_bytes
-        self._after(entry)
-        return failed
+        return self._note(entry, batch)
 
     def _wait(self, entry: Entry, size_bytes: int) -> None:
         entry.taken_bytes += size_bytes
@@ -374,40 +424,35 @@ class Table:
         self._after(entry)
         return count
 
-    def _note(self, entry: Entry, turn: Turn, frame: bytes, output_tokens: int) -> None:
-        """Add a turn with its record, if it has one."""
+    def _note(self, entry: Entry, batch: SettledBatch) -> list[str]:
+        """Add turns that were settled to their rollout; return why others were not."""
         rollout = entry.rollout
-        link: str = turn.link
-        self.links[link] = self.links.get(link, 0) + 1
         links: dict[str, int] = rollout.links
-        links[link] = links.get(link, 0) + 1
-        if turn.tries_count and turn.missing and turn.kept and turn.verdict != "agent_error":
+        for link, count in batch.links.items():
+            self.links[link] = self.links.get(link, 0) + count
+            links[link] = links.get(link, 0) + count
+        if batch.incomplete_count or batch.errors:
             rollout.complete = False
-            self.incomplete_count += 1
-        rollout.turns_count += 1
-        rollout.prompt_tokens += turn.prompt_tokens
-        rollout.output_tokens += output_tokens
-        rollout.held_s += turn.held_s
-        if turn.tries_count:
-            self._note_weights(entry, turn)
-        if turn.outcome != "superseded":
-            verdict = TURN_VERDICTS.get(turn.verdict, TurnVerdict.OK)
-            entry.verdict.ended(verdict, turn.cause, turn.replica_id, turn.branch_id, turn.prompt_tokens)
-            rollout.verdict, rollout.cause = entry.verdict.verdict.value, entry.verdict.cause
-        if frame:
-            entry.frames.append(frame)
-            entry.frames_bytes += len(frame)
-        if turn.missing and turn.kept:
-            self.unsaid.append(turn)
-
-    def _note_weights(self, entry: Entry, turn: Turn) -> None:
-        rollout = entry.rollout
-        if entry.changes_first < 0:
-            entry.changes_first, rollout.weights_first = turn.changes_before, turn.weights_before
-        if turn.weights_after:
-            rollout.weights_last = turn.weights_after
-        lag_count = turn.changes_after - entry.changes_first
-        rollout.lag_count = max(rollout.lag_count, lag_count)
+            self.incomplete_count += batch.incomplete_count
+        rollout.turns_count += batch.turns_count
+        rollout.prompt_tokens += batch.prompt_tokens
+        rollout.output_tokens += batch.output_tokens
+        rollout.held_s += batch.held_s
+        if batch.changes_first >= 0:
+            if entry.changes_first < 0:
+                entry.changes_first, rollout.weights_first = batch.changes_first, batch.weights_first
+            rollout.weights_last = batch.weights_last or rollout.weights_last
+            lag_count = batch.changes_most - entry.changes_first
+            rollout.lag_count = max(rollout.lag_count, lag_count)
+        frames: bytes = batch.frames
+        if frames:
+            entry.frames.append(frames)
+            entry.frames_bytes += len(frames)
+        self.lacks += batch.lacks
+        entry.lineage_bytes = batch.lineage_bytes
+        self._after(entry)
+        errors: list[str] = batch.errors
+        return errors
 
     def lost(self, entry: Entry) -> None:
         """Note that a turn which an engine got will have no record."""

@@ -31,24 +31,21 @@ def post(path, body=None):
     return http.post(path, json=body or {}).raise_for_status()
 
 
-def converse(url, name, words):
-    """Run the agent; return its reward. A turn without a word is its end."""
-    messages, right = [], 0
-    for word in words:
+def run(program_id, name, words):
+    """Run the agent as a program that its last turn ends; return its reward. A turn without a word ends it, too."""
+    p, messages, right = program(program_id, proxy=PROXY), [], 0
+    for number, word in enumerate(words, start=1):
         messages.append({"role": "tool", "tool_call_id": "next", "content": word})
-        answer = post(url, {"model": name, "messages": messages, "max_tokens": 1, "temperature": 1.0}).json()
-        said = answer["choices"][0]["message"]["content"]
+        body = {"model": name, "messages": messages, "max_tokens": 1, "temperature": 1.0}
+        final = {"X-Program-Final": "1"} if number == len(words) else {}
+        answer = http.post(f"{p.base_url}/chat/completions", json=body, headers=final).raise_for_status()
+        said = answer.json()["choices"][0]["message"]["content"]
         if not said:
+            p.release()
             break
         messages.append({"role": "assistant", "content": said})
         right += said.strip() == word
     return right / len(words)
-
-
-def run(program_id, name, words):
-    """Run the agent as a program; return its reward."""
-    with program(program_id, proxy=PROXY) as p:
-        return converse(f"{p.base_url}/chat/completions", name, words)
 
 
 def ended(after):
@@ -80,7 +77,10 @@ def rollout_func(prompts, trainer):
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         rewards = list(pool.map(run, ids, [MODEL_NAME] * len(ids), [prompt.split() for prompt in prompts]))
     global LAST
-    found, LAST = ended(LAST)
+    found = {}
+    while not found.keys() >= set(ids):
+        more, LAST = ended(LAST)
+        found |= more
     assert not any(found[each]["mask_sample"] for each in ids)  # no failure is trained on as a reward of 0
     return {**rollouts.for_trl(found[each] for each in ids), "reward": rewards}
 

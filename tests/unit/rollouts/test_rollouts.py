@@ -24,7 +24,7 @@ from thunderagent.rollouts.records import (
     turns_in,
 )
 from thunderagent.rollouts.samples import Sample, samples_of
-from thunderagent.rollouts.segments import Segments
+from thunderagent.rollouts.segments import Segments, Stored
 from thunderagent.rollouts.table import NOTHING, Answered, Entry, Table
 from thunderagent.rollouts.tokens import (
     UNREADABLE,
@@ -60,8 +60,9 @@ class Said:
 
     size_bytes = 0
 
-    def __init__(self, turn: Turn, answered: Answered, *, has_answers: bool) -> None:
+    def __init__(self, turn: Turn, answered: Answered, *, has_answers: bool, prompt_bytes: int = 0) -> None:
         self.turn = turn
+        self.prompt_bytes = prompt_bytes
         self.has_answers = has_answers
         self._answered = answered
 
@@ -327,6 +328,18 @@ def test_verdicts_and_gaps_mask_a_rollout() -> None:
     assert not entry.rollout.complete
 
 
+def test_failure_is_made_up_by_the_same_turn_alone() -> None:
+    """A new attempt has a prompt of the same size, though the first one broke off before its engine counted tokens."""
+    to = table()
+    entry, said = granted(to), []
+    tries = [("infrastructure_failed", 10, 0), ("ok", 20, 8), ("ok", 10, 5), ("client_left", 30, 0)]
+    for verdict, prompt_bytes, prompt_tokens in tries:
+        turn = Turn(seq=0, verdict=verdict, tries_count=1, prompt_tokens=prompt_tokens)
+        to.take(entry, Said(turn, NOTHING, has_answers=True, prompt_bytes=prompt_bytes))
+        said.append(entry.rollout.verdict)
+    assert said == ["infrastructure_failed", "infrastructure_failed", "ok", "client_left"]
+
+
 def test_turn_that_was_granted_and_not_recorded_makes_it_incomplete() -> None:
     """Nothing is silently shorter."""
     to = table()
@@ -563,6 +576,39 @@ def test_oldest_file_is_deleted_when_disk_is_short(tmp_path: Path) -> None:
     assert last is not None
     assert last.stored is not None
     assert len(list(turns_in(segments.read(last.stored)))) == 1
+    segments.close()
+
+
+def test_tenant_with_no_more_than_its_share_of_the_disk_loses_nothing(tmp_path: Path) -> None:
+    """Neither to one that writes much, nor to many others, nor after a restart; and the disk is bounded."""
+    folder, max_bytes, block = tmp_path / "r", 100_000, [os.urandom(1000)]
+    segments, deleted, seq = Segments(folder, max_bytes), set[int](), 0
+
+    def write(tenant: str) -> Stored:
+        nonlocal seq
+        seq += 1
+        stored, gone = segments.append(rollout(f"p{seq}", seq=seq, tenant=tenant), block)
+        deleted.update(gone)
+        assert segments.size_bytes <= max_bytes + 1200
+        assert segments.size_bytes == sum(path.stat().st_size for path in folder.iterdir())
+        return stored
+
+    kept = [write("small") for _ in range(10)]
+    for _ in range(300):
+        write("large")
+    assert deleted
+    segments.close()
+    segments = Segments(folder, max_bytes)
+    assert segments.size_bytes > max_bytes // 2
+    for number in range(300):
+        write(f"other-{number % 5}" if number % 2 else "large")
+    assert not {each.segment for each in kept} & deleted
+    assert all(segments.read(each) == block for each in kept)
+    tenants: dict[int, set[str]] = {}
+    for found, stored in segments.found():
+        tenants.setdefault(stored.segment, set()).add(found.tenant)
+    assert {len(each) for each in tenants.values()} == {1}
+    assert set.union(*tenants.values()) == {"small", "large", *(f"other-{number}" for number in (1, 3, 0, 2, 4))}
     segments.close()
 
 

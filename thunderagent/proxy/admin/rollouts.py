@@ -80,6 +80,7 @@ class RolloutHandlers:
             found.append(entry)
             if len(found) >= limit:
                 break
+        await rollouts.settle_together(found)
         response = web.StreamResponse(headers={NEXT_HEADER: str(found[-1].rollout.seq if found else after)})
         response.content_type = "application/jsonl"
         await response.prepare(request)
@@ -116,7 +117,7 @@ async def _read(rollouts: Rollouts, entry: Entry, view: View) -> bytes | None:
         except (ValueError, OSError):
             return None
     write = partial(_written, entry.rollout, turns, view)
-    body = await asyncio.to_thread(write) if len(turns) > 1 else write()
+    body = write() if rollouts.is_small(entry) or view == "summary" else await asyncio.to_thread(write)
     if entry.rollout.ended:
         rollouts.table.was_read(entry)
     return body

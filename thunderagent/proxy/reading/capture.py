@@ -145,7 +145,7 @@ class Asked:
 class _Ask:
     """How one API of an engine kind is asked: members to put into the body, and headers."""
 
-    __slots__ = ("begins", "headers", "ids", "logprobs", "names", "nested")
+    __slots__ = ("begins", "begins_ids", "headers", "ids", "logprobs", "names", "nested")
 
     def __init__(
         self,
@@ -160,11 +160,12 @@ class _Ask:
         self.headers = headers
         self.nested = nested
         """Whether the log probabilities are asked for within `sampling_params`."""
-        self.begins = b""
-        """What a body begins with that asks for both; empty if it is not so simple."""
+        self.begins = self.begins_ids = b""
+        """What a body begins with that asks for both, and for ids; empty if it is not so simple."""
         self.names = b"", b""
         if ids is not None and logprobs is not None and not nested:
             self.begins = b'{"%b":%b,"%b":%b,' % (*logprobs, *ids)
+            self.begins_ids = b'{"%b":%b,' % ids
             self.names = b'"%b"' % ids[0], b'"%b"' % logprobs[0]
 
 
@@ -200,8 +201,11 @@ def ask(kind: str, path: str, body: bytes, *, logprobs: bool) -> Asked | None:
     if how is None or (path == COMPLETIONS and body.find(b'"echo"') >= 0 and _ECHO.search(body) is not None):
         return None
     of_ids, of_logprobs = how.names
-    if logprobs and of_ids and body.startswith(b'{"') and body.find(of_ids) < 0 and body.find(of_logprobs) < 0:
-        return Asked(how.begins + body[1:], how.headers, ids_added=True, logprobs_added=True)
+    if of_ids and body.startswith(b'{"') and body.find(of_ids) < 0:
+        if not logprobs:
+            return Asked(how.begins_ids + body[1:], how.headers, ids_added=True)
+        if body.find(of_logprobs) < 0:
+            return Asked(how.begins + body[1:], how.headers, ids_added=True, logprobs_added=True)
     given, ids_added, logprobs_added = body, bool(how.headers), False
     if how.ids is not None:
         body = _with(body, how.ids[0], how.ids[1])
@@ -253,7 +257,6 @@ _CHAT_LOGPROBS_END: Final = b'"top_logprobs":[]}]}'
 _TEXT_LOGPROBS: Final = b'"logprobs":{"text_offset":['
 _NO_LOGPROBS: Final = b'"logprobs":null'
 _REASON_KEY: Final = b',"finish_reason":"'
-_WEIGHTS_KEY: Final = b'"weight_versions":['
 """Members of a whole answer, as vLLM spells and orders them: log probabilities, reason, ids, the prompt's ids."""
 
 _USUAL_EVENT: Final = re.compile(
@@ -372,23 +375,23 @@ class Capture:
     def _take_usual_whole(self, body: bytes) -> bytes | None:
         """Take an answer with one choice that is spelt as vLLM does; None if it is not, and must be decoded.
 
-        Most of an answer is its two lists and the log probabilities: it is searched from its end, beside these.
+        Most of an answer is its two lists and the log probabilities. So it is searched from its end, for single
+        brackets first, which costs least: its last two lists are the prompt's tokens and, before them, the output's.
         """
-        prompt_start = body.rfind(_PROMPT_KEY)
-        start = body.rfind(_IDS_KEY, 0, max(0, prompt_start))
-        reason_start = body.rfind(_REASON_KEY, 0, max(0, start))
-        if prompt_start < 0 or start < 0 or reason_start < 0:
+        # `find` and `rfind`, since `in` with bytes makes an exception on its way
+        prompt_at = body.rfind(b"[") + 1
+        if not body.endswith(_PROMPT_KEY, 0, prompt_at):
             return None
-        end, prompt_end = body.find(b"]", start) + 1, body.find(b"]", prompt_start) + 1
-        # `find`, since `in` with bytes makes an exception on its way
-        if body.find(_IDS_KEY, prompt_end) >= 0 or body.find(_REASON_KEY, prompt_end) >= 0:
+        prompt_start, prompt_end = prompt_at - len(_PROMPT_KEY), body.find(b"]", prompt_at) + 1
+        ids_at = body.rfind(b"[", 0, prompt_start) + 1
+        if not body.endswith(_IDS_KEY, 0, ids_at):
             return None
-        if body.find(_WEIGHTS_KEY, prompt_end) >= 0:
+        start, end = ids_at - len(_IDS_KEY), body.find(b"]", ids_at) + 1
+        reason_start = body.rfind(_REASON_KEY, 0, start)
+        if reason_start < 0 or body.find(b"[", reason_start, start) >= 0:  # versions of weights
             return None
-        if body.find(_PROMPT_KEY, end, prompt_start) >= 0 or body.find(_REASON_KEY, end, prompt_start) >= 0:
-            return None
-        if body.find(_WEIGHTS_KEY, reason_start, start) >= 0 or body.find(_WEIGHTS_KEY, end, prompt_start) >= 0:
-            return None
+        if body.find(_REASON_KEY, end, prompt_start) >= 0 or body.find(_REASON_KEY, prompt_end) >= 0:
+            return None  # another choice
         output, given_at = OutputRead(), reason_start
         if not body.endswith(_NO_LOGPROBS, 0, reason_start):
             key = _CHAT_LOGPROBS if self._path == CHAT else _TEXT_LOGPROBS
@@ -402,8 +405,7 @@ class Capture:
             output.told = body[given_at:reason_start]
         if body.find(_IDS_KEY, 0, given_at) >= 0:  # of another choice
             return None
-        reason_at, ids_at, prompt_at = reason_start + len(_REASON_KEY), start + len(_IDS_KEY), prompt_start
-        prompt_at += len(_PROMPT_KEY)
+        reason_at = reason_start + len(_REASON_KEY)
         output.finish = body[reason_at : body.find(b'"', reason_at)].decode()
         output.listed, self.kept.prompt_listed = body[ids_at - 1 : end], body[prompt_at - 1 : prompt_end]
         self.kept.outputs[0] = output

@@ -18,13 +18,12 @@ from thunderagent.rollouts.records import (
     Rollout,
     SentOutput,
     SentTurn,
-    Settled,
     SettledBatch,
     Span,
     Turn,
     turns_in,
 )
-from thunderagent.rollouts.table import NOTHING, Answered, Entry, place
+from thunderagent.rollouts.table import NOTHING, Answered, Entry, settle
 from thunderagent.rollouts.tokens import UNREADABLE, in_planes, logprob_bytes, packed_text
 
 TAKEN_BYTES: Final = 1500
@@ -34,7 +33,7 @@ TAKEN_BYTES: Final = 1500
 class Taken:
     """A turn that has ended, with what its engine said."""
 
-    __slots__ = ("_captured", "_continues", "_logprobs", "has_answers", "size_bytes", "turn")
+    __slots__ = ("_captured", "_continues", "_logprobs", "has_answers", "prompt_bytes", "size_bytes", "turn")
 
     def __init__(
         self,
@@ -44,9 +43,11 @@ class Taken:
         has_answers: bool | None,
         logprobs: bool,
         continues: bool = False,
+        prompt_bytes: int = 0,
     ) -> None:
-        """Keep it."""
+        """Keep it; the prompt in its body took so many bytes."""
         self.turn = turn
+        self.prompt_bytes = prompt_bytes
         self.has_answers = has_answers
         self._captured = captured
         self._logprobs = logprobs
@@ -128,42 +129,22 @@ class Settler:
         """Settle the next turns of a program. A new one comes with all earlier records; without turns it goes."""
         if not batch.turns:
             self._entries.pop(batch.number, None)
-            return SettledBatch(batch.number, [], 0)
+            return SettledBatch(batch.number)
         if batch.is_new:
             entry = self._entries[batch.number] = Entry(Rollout(program_id="", generation=0))
             entry.lineage = lineage_of(turns_in(batch.blocks, batch.frames))
         else:
             entry = self._entries[batch.number]
-        settled: list[Settled] = []
-        seq: int = batch.first_seq
-        turns_count: int = batch.turns_count
-        for sent in batch.turns:
-            try:
-                each = self._settled(entry, sent, seq, turns_count, is_full=batch.is_full)
-            except Exception as error:
-                settled.append(Settled(error=repr(error)))
-            else:
-                settled.append(each)
-                seq += 1
-        entry.settled_prompt = b""
+        turns = [received(each) for each in batch.turns]
+        number, turns_count, is_full = batch.number, batch.turns_count, batch.is_full
+        settled = settle(
+            entry, turns, number=number, first_seq=batch.first_seq, turns_count=turns_count, is_full=is_full
+        )
         if batch.is_last:
             del self._entries[batch.number]
-        assert entry.lineage is not None
-        return SettledBatch(batch.number, settled, 0 if batch.is_last else entry.lineage.size_bytes)
-
-    def _settled(self, entry: Entry, sent: SentTurn, seq: int, turns_count: int, *, is_full: bool) -> Settled:
-        taken = received(sent)
-        turn = taken.turn
-        turn.seq = seq
-        frame, output_tokens = place(
-            entry.lineage,
-            turn,
-            taken.answered(entry),
-            has_answers=taken.has_answers,
-            turns_count=turns_count,
-            is_full=is_full,
-        )
-        return Settled(turn.link, turn.missing, turn.prompt_tokens, output_tokens, frame)
+        elif entry.lineage is not None:
+            settled.lineage_bytes = entry.lineage.size_bytes
+        return settled
 
 
 def _answered(captured: Captured, *, asks_logprobs: bool) -> tuple[Answered, Missing]:

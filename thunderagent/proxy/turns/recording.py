@@ -66,9 +66,9 @@ class Recording:
         asked = ask(kind, path, body, logprobs=self._logprobs)
         if asked is None:
             return body, headers
-        if asked.headers or headers.get("Accept-Encoding") != "identity":
-            headers = CIMultiDict(headers)
-            headers["Accept-Encoding"] = "identity"  # an encoded answer cannot be edited
+        if asked.headers:
+            headers = CIMultiDict(headers)  # other attempts go elsewhere
+        headers["Accept-Encoding"] = "identity"  # an encoded answer cannot be edited
         if asked.headers and _ASKED_IDS in headers:  # its client asked, too
             asked.ids_added = False
         elif asked.headers:
@@ -180,7 +180,9 @@ class Recording:
         table = self._rollouts.table
         if captured is not None and table.is_behind:
             captured, turn.missing = None, "too_large"
-        taken = Taken(turn, captured, has_answers=has_answers, logprobs=self._logprobs)
+        taken = Taken(
+            turn, captured, has_answers=has_answers, logprobs=self._logprobs, prompt_bytes=record.prompt_bytes
+        )
         if table.take(entry, taken):
             self._rollouts.attend(entry)
 

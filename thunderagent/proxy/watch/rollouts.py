@@ -36,8 +36,14 @@ log = structlog.get_logger("thunderagent.rollouts")
 MAX_WARNINGS_COUNT = 1000
 """Replicas and APIs of which a warning is logged."""
 
-SEND_S = 0.1
-"""How often turns that have ended are sent to be settled."""
+SEND_S = 0.5
+"""How often turns that have ended are sent to be settled: those of a program together cost less."""
+HASTE_S = 0.05
+"""The same while much waits."""
+SEND_COUNT = 32
+"""Of so many programs at once; then what else waits for the loop goes first."""
+SMALL_BYTES = 32 * 1024
+"""A rollout of fewer bytes is read at once."""
 MAX_DEATHS_COUNT = 3
 """If so many processes in a row die of the same turns, these have no records."""
 
@@ -86,7 +92,8 @@ class Rollouts:
         self._works = False
         self._is_closed = False
         self._settling = SettlingProcess(self._settled, self._settling_ended)
-        self._sends = False
+        self._timer: asyncio.TimerHandle | None = None
+        """For the next time that turns are sent."""
         self._sent: dict[int, Entry] = {}
         """Rollouts of which turns are being settled, by number, in that order."""
         self._numbers_count = 0
@@ -99,7 +106,7 @@ class Rollouts:
         if settings.folder is not None:
             try:
                 self._segments = Segments(settings.folder, settings.disk_bytes)
-                for rollout, stored in self._segments.found():
+                for rollout, stored in sorted(self._segments.found(), key=lambda each: each[0].seq):
                     self.table.found(rollout, stored)
             except OSError as error:
                 raise ConfigurationError(f"rollout_dir: {error}") from error
@@ -108,35 +115,51 @@ class Rollouts:
     # --- turns that wait to be settled
 
     def attend(self, entry: Entry) -> None:
-        """Look after a rollout of which a turn was taken: it ended, or nothing waited before."""
+        """Look after a rollout of which a turn was taken: it ended, nothing waited before, or much waits now."""
         if entry.rollout.ended:
             self._looked_at(entry)
+        if self.table.is_filling and self._timer is not None:
+            self._timer.cancel()
+            self._timer = asyncio.get_running_loop().call_later(0, self._send_waiting)
         self._send_soon()
 
     def _send_soon(self) -> None:
-        if not self._sends:
-            self._sends = True
-            asyncio.get_running_loop().call_later(SEND_S, self._send_waiting)
+        if self._timer is None:
+            delay_s = HASTE_S if self.table.is_filling else SEND_S
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._send_waiting)
 
     def _send_waiting(self) -> None:
         """Send all turns that wait, and say which programs have ended."""
-        self._sends = False
+        self._timer = None
         if self._is_closed:
             return
-        table, settling = self.table, self._settling
-        if not settling.is_up:
-            settling.start()
-        else:
+        if self._settling.is_up:
+            self._send_some([entry for entry in self.table.unsettled.values() if not entry.sent])
+            return
+        self._settling.start()
+        self._send_again()
+
+    def _send_some(self, waiting: list[Entry], start: int = 0) -> None:
+        end, table, settling = start + SEND_COUNT, self.table, self._settling
+        if self._is_closed:
+            return
+        if settling.is_up:
+            settling.send(self._batches(entry for entry in waiting[start:end] if entry.taken and not entry.sent))
+            if end < len(waiting):
+                asyncio.get_running_loop().call_soon(self._send_some, waiting, end)
+                return
             gone, table.gone = table.gone, []
-            batches = self._batches(entry for entry in list(table.unsettled.values()) if not entry.sent)
-            batches += [
+            settling.send(
                 Batch(entry.number, 0, 0, is_full=False, is_last=True, is_new=False, blocks=[], frames=[], turns=[])
                 for entry in gone
                 if entry.settled_by == settling.number and not entry.taken
-            ]
-            settling.send(batches)
-        settling.end_if_silent()
-        if table.unsettled or table.gone:
+            )
+        self._send_again()
+
+    def _send_again(self) -> None:
+        """Send what waits then, too, if anything does."""
+        self._settling.end_if_silent()
+        if self.table.unsettled or self.table.gone:
             self._send_soon()
 
     def _batches(self, entries: Iterable[Entry]) -> list[Batch]:
@@ -187,6 +210,11 @@ class Rollouts:
             self._waiters.setdefault(entry.number, []).append(waiter)
             await waiter
 
+    async def settle_together(self, entries: Iterable[Entry]) -> None:
+        """Have several rollouts settled in one round trip, if the process is up; otherwise they wait for who reads."""
+        if self._settling.is_up:
+            await asyncio.gather(*map(self.settled, entries))
+
     def settle(self, entry: Entry) -> None:
         """Settle the turns of a rollout here."""
         if entry.taken and not entry.sent:
@@ -195,18 +223,19 @@ class Rollouts:
     def _was_settled(self, entry: Entry, failed: list[str]) -> None:
         for why in failed:
             log.error("rollout_turn_lost", program_id=entry.rollout.program_id, why=why)
-        unsaid, self.table.unsaid = self.table.unsaid, []
-        for turn in unsaid:
-            self._warn(turn)
+        if self.table.lacks:
+            lacks, self.table.lacks = self.table.lacks, []
+            for each in lacks:
+                self._warn(each)
         if not entry.taken:
             self._packed_if_much(entry)
 
-    def _warn(self, turn: Turn) -> None:
+    def _warn(self, lack: tuple[str, str, str]) -> None:
         """Say once of each replica and API that what clients get there cannot be trained on."""
-        what = (turn.replica_id, turn.path, turn.missing)
-        if what not in self._warned and len(self._warned) < MAX_WARNINGS_COUNT:
-            self._warned.add(what)
-            log.warning("rollout_incomplete", replica_id=turn.replica_id, path=turn.path, missing=turn.missing)
+        if lack not in self._warned and len(self._warned) < MAX_WARNINGS_COUNT:
+            self._warned.add(lack)
+            replica_id, path, missing = lack
+            log.warning("rollout_incomplete", replica_id=replica_id, path=path, missing=missing)
 
     def lost(self, entry: Entry) -> None:
         """Note that a turn which an engine got cannot be recorded."""
@@ -240,8 +269,10 @@ class Rollouts:
     # --- the thread
 
     def _sweep(self) -> None:
-        """Delete files in which nothing is kept any more."""
-        if self._segments is not None and self.table.dropped_count != self._swept_count:
+        """Delete files in which nothing is kept any more, once all that was written is known here."""
+        if self._segments is None or self._works or self._is_closed:
+            return
+        if self.table.dropped_count != self._swept_count:
             self._swept_count = self.table.dropped_count
             self._thread.submit(self._segments.delete_except, self.table.segments)
 
@@ -259,6 +290,8 @@ class Rollouts:
         self._works = bool(parcels)
         if parcels:
             self._thread.submit(self._work, asyncio.get_running_loop(), parcels)
+        else:
+            self._sweep()
 
     def _parcel(self, entry: Entry) -> _Parcel:
         # What is not settled yet would be missing in the file: settling packs anew.
@@ -329,8 +362,11 @@ class Rollouts:
             found = segments.read(stored) if stored is not None and segments is not None else blocks
             return list(turns_in(found, frames))
 
-        is_small = stored is None and entry.size_bytes < 64 * 1024
-        return read() if is_small else await asyncio.to_thread(read)
+        return read() if self.is_small(entry) else await asyncio.to_thread(read)
+
+    def is_small(self, entry: Entry) -> bool:
+        """Return whether a rollout is in memory, and read faster than by a thread."""
+        return entry.stored is None and entry.size_bytes < SMALL_BYTES
 
     async def until_ended(self, program_id: str, within_s: float) -> Entry | None:
         """Return a program's rollout once it has ended, or as it is when the time is over."""

@@ -25,7 +25,7 @@ from thunderagent.rollouts.records import (
     SettledBatch,
     decode_batch,
     decode_settled,
-    encode_batch,
+    encode_batch_into,
     encode_settled,
 )
 
@@ -41,6 +41,7 @@ _MAIN: Final = "import sys; sys.path[:] = {}; from thunderagent.proxy.watch.sett
 _EFFECT: Final = "what it had not settled waits for another process"
 _READ_BYTES: Final = 2**20
 _READY: Final = b""
+_NO_SIZE: Final = bytes(4)
 
 
 def main() -> None:
@@ -143,11 +144,18 @@ class SettlingProcess(asyncio.Protocol):
     def send(self, batches: Iterable[Batch]) -> None:
         """Send batches; it is up."""
         assert self._transport is not None
-        sent = [_sized(encode_batch(each)) for each in batches]
+        message, count = bytearray(), 0
+        for batch in batches:  # all into one buffer: copied, they would be so twice more
+            start, count = len(message), count + 1
+            message += _NO_SIZE
+            encode_batch_into(batch, message, -1)
+            message[start : start + 4] = (len(message) - start - 4).to_bytes(4, "little")
+        if not count:
+            return
         if not self._unanswered_count:
             self._heard_s = asyncio.get_running_loop().time()
-        self._unanswered_count += len(sent)
-        self._transport.write(b"".join(sent))
+        self._unanswered_count += count
+        self._transport.write(message)
 
     def end_if_silent(self) -> None:
         """End it if it no longer answers; another follows."""

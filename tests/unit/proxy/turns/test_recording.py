@@ -18,15 +18,16 @@ from hypothesis import strategies as st
 
 from thunderagent.proxy.reading.capture import CHAT, Asked, Capture
 from thunderagent.proxy.reading.taken import TAKEN_BYTES, Settler, Taken
+from thunderagent.proxy.watch import rollouts as watch
 from thunderagent.proxy.watch import settling
-from thunderagent.proxy.watch.rollouts import MAX_DEATHS_COUNT, Rollouts, RolloutSettings
+from thunderagent.proxy.watch.rollouts import MAX_DEATHS_COUNT, SEND_COUNT, Rollouts, RolloutSettings
 from thunderagent.proxy.watch.settling import SettlingProcess
 from thunderagent.rollouts.records import (
     Rollout,
     Turn,
     decode_batch,
     decode_settled,
-    encode_batch,
+    encode_batch_into,
     encode_settled,
     turns_in,
 )
@@ -159,7 +160,7 @@ def test_turn_that_cannot_be_settled_loses_no_other() -> None:
     class Broken:
         turn = Turn(seq=0)
         has_answers = True
-        size_bytes = 100
+        size_bytes, prompt_bytes = 100, 0
 
         def shorten(self, entry: Entry) -> None:
             pass
@@ -192,7 +193,8 @@ def test_attempt_that_its_client_never_got_needs_no_tokens() -> None:
 def sent(table: Table, settler: Settler, entry: Entry, process: int = 1) -> list[str]:
     """Have the turns of a rollout settled by another process, through the bytes that are sent; return what failed."""
     entry.number = 7
-    batch = decode_batch(encode_batch(table.send(entry, process)))
+    encode_batch_into(table.send(entry, process), sent := bytearray())
+    batch = decode_batch(bytes(sent))
     return table.settled(entry, decode_settled(encode_settled(settler.settle(batch))))
 
 
@@ -286,6 +288,35 @@ async def test_turns_are_settled_with_nobody_asking_also_if_the_process_is_kille
     assert len(pids) == 3
     assert [each.link for each in await recorded.turns(entry)] == ["root", "extends", "extends"]
     assert (entry.rollout.complete, entry.rollout.turns_count) == (True, 3)
+    await closed(recorded)
+
+
+async def test_many_programs_are_settled_though_only_some_are_sent_at_once() -> None:
+    """Each has its records, also one that ended meanwhile, and the process forgets them all."""
+    recorded, count = rollouts(), 3 * SEND_COUNT + 1
+    entries = []
+    for number in range(count):
+        entries.append(entry := begun(recorded.table, f"p{number}"))
+        if recorded.table.take(entry, taken([1, 2], [5])):
+            recorded.attend(entry)
+    recorded.table.ended("p1", 1, "", 5.0)
+    await until_settled(recorded)
+    assert [entry.rollout.turns_count for entry in entries] == [1] * count
+    assert recorded.table.links == {"root": count}
+    await closed(recorded)
+
+
+async def test_turns_are_sent_at_once_if_much_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise those after them would have no tokens."""
+    monkeypatch.setattr(watch, "SEND_S", 1000.0)
+    recorded = rollouts()
+    entry = begun(recorded.table)
+    while not recorded.table.is_filling:
+        if recorded.table.take(entry, taken([1, 2], [5])):
+            recorded.attend(entry)
+    assert not recorded.table.is_behind
+    await until_settled(recorded)
+    assert entry.rollout.turns_count == entry.taken_count
     await closed(recorded)
 
 
