@@ -88,6 +88,16 @@ def test_three_hours_with_faults(vllm: None) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_step_costs_at_most_a_tenth_more(vllm: None) -> None:
+    """With 64 generating requests, whoever waits, or while a prompt is read: fails if it is more with 95 %."""
+    (found,) = run_in_vllm("in_vllm.py", "step_cost")
+    assert found["ok"], found
+    assert set(found["found"]) == {"quiet", "waiting", "short", "reading"}
+    assert {load: each for load, each in found["found"].items() if each["low"] > 1.1} == {}
+
+
+@pytest.mark.nightly
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("caching", ["1", "0"])
 def test_greedy_tokens_are_those_of_the_stock_scheduler(vllm: None, caching: str) -> None:
