@@ -184,6 +184,11 @@ class Soak:
             found: dict[str, Any] = await answer.json()
             return found
 
+    def engine_ids(self, *, of_scheduler: bool) -> list[int]:
+        """Return the engine's process in which the scheduler runs, or the others: the model's worker and the server."""
+        found = self.engine.processes().items()
+        return [pid for pid, command in found if command.startswith(b"VLLM::EngineCore") is of_scheduler]
+
     async def watch(self) -> None:
         """Sample what is pinned, and the memory of all processes."""
         loop = asyncio.get_running_loop()
@@ -197,7 +202,8 @@ class Soak:
                     "life": float(self.counts["engines_killed"]),
                     "pinned_ratio": round(blocks["pinned"] / blocks["total"], 4),
                     "programs": report["programs"],
-                    "engine_mb": round(sum(map(resident_mb, self.engine.process_ids())), 2),
+                    "scheduler_mb": round(sum(map(resident_mb, self.engine_ids(of_scheduler=True))), 2),
+                    "other_engine_mb": round(sum(map(resident_mb, self.engine_ids(of_scheduler=False))), 2),
                     "proxy_mb": round(resident_mb(self.proxy.process.pid), 2) if self.proxy else 0.0,
                 }
                 self.samples.append(sample)
@@ -205,9 +211,13 @@ class Soak:
             await asyncio.sleep(SAMPLE_S)
 
     def figures(self, result: LoadResult) -> dict[str, Any]:
-        """Return what came of it; the line is through the engine's memory in its first life, after its warm-up."""
+        """Return what came of it; lines are through the memory in the engine's first life, after its warm-up."""
         flat = [each for each in self.samples if each["life"] == 0 and each["at_s"] >= WARMUP_S]
-        line = asdict(slope_of([e["at_s"] for e in flat], [e["engine_mb"] for e in flat])) if len(flat) > 2 else None
+        times_s = [each["at_s"] for each in flat]
+        lines = {
+            name: asdict(slope_of(times_s, [each[name] for each in flat])) if len(flat) > 2 else None
+            for name in ("scheduler_mb", "other_engine_mb", "proxy_mb")
+        }
         first, last = (
             {name: report.get(name) for name in ("on", "failures_total", "steps_total", "pins_total", "turns_total")}
             for report in self.reports
@@ -221,7 +231,7 @@ class Soak:
             "programs_ended": result.finished_program_count,
             "faults": dict(self.counts),
             "most_pinned_ratio": max(each["pinned_ratio"] for each in self.samples),
-            "engine_memory": line,
+            "memory": lines,
             "first_life": first,
             "failing_life": last,
             "samples": self.samples,
