@@ -29,7 +29,7 @@ from benchmarks.peer_arms import plugin_settings
 from benchmarks.processes import Server, resident_mb, thunderagent
 from benchmarks.real_engine import RealEngine, RealEngineConfig
 
-FIRST_LIFE = 0.7
+FIRST_LIFE = 0.55
 """Part of the time after which the engine is killed."""
 
 WARMUP_S = 180.0

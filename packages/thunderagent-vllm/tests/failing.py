@@ -6,7 +6,7 @@ from typing import Any
 
 from thunderagent_vllm import scheduler
 
-CALLS = 40
+CALLS = 10
 
 
 def Scheduler(*args: Any, **kwargs: Any) -> Any:  # noqa: N802 - vLLM calls what it is told is a class
