@@ -375,7 +375,7 @@ STEP_LOADS: dict[str, dict[str, Any]] = {
     "quiet": {},
     "waiting": {"waiting": 8},
     "short": {"waiting": 8, "waiting_tokens": 40_000, "seqs": 256},
-    "reading": {"waiting": 1, "waiting_tokens": 7000, "seqs": 65, "budget": 80},
+    "reading": {"waiting": 1, "waiting_tokens": 7000, "seqs": 65, "budget": 72},
 }
 """Beside those that generate: nobody; eight wait, and as many run as may; eight wait that do not fit; one prompt is read
 for so many steps."""

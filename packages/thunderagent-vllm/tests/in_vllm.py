@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from harness import STEP_LOADS, Engine, hash_of, step_costs, token_of
 
 MODEL = sys.argv[1]
-COST_ROUNDS = int(os.environ.get("COST_ROUNDS", "12"))
+COST_ROUNDS = int(os.environ.get("COST_ROUNDS", "24"))
 
 
 def words(seed: int, count: int) -> list[int]:
