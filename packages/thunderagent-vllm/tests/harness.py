@@ -374,7 +374,7 @@ def run_load(
 STEP_LOADS: dict[str, dict[str, Any]] = {
     "quiet": {},
     "waiting": {"waiting": 8},
-    "short": {"waiting": 8, "waiting_tokens": 40_000, "seqs": 256},
+    "short": {"waiting": 8, "waiting_tokens": 65_000, "seqs": 256},
     "reading": {"waiting": 1, "waiting_tokens": 7000, "seqs": 65, "budget": 72},
 }
 """Beside those that generate: nobody; eight wait, and as many run as may; eight wait that do not fit; one prompt is read
@@ -396,9 +396,7 @@ class Steps:
         seqs: int | None = None,
         budget: int = 4096,
     ) -> None:
-        blocks = running * 16 + 64
-        if waiting_tokens > 64 and waiting == 1:
-            blocks += 400
+        blocks = running * (5 + steps // 32) + 64 + (waiting == 1) * waiting_tokens // 32
         length = {"max_model_len": max(8192, waiting_tokens + 100)}
         self.engine = Engine(model, settings, blocks=blocks, budget=budget, seqs=seqs or running, **length)
         for number in range(running):
