@@ -385,6 +385,7 @@ def programs_class(base: Any) -> Any:  # noqa: C901 - one class, whose base is k
             return {
                 "mode": agents.settings.mode,
                 "blocks": {
+                    "tokens": self._surface.capacity_tokens,
                     "total": self._surface.pool_blocks,
                     "free": self._surface.free_block_count(),
                     "pinned": agents.pins.block_count,

@@ -87,6 +87,8 @@ class Surface:
         self._most_new_blocks = group_count * (spare_count + -(-new_tokens // self.block_tokens))
         self._most_prompt_blocks = group_count * (1 + self.budget_tokens // self.block_tokens)
         self.one_group = group_count == 1
+        self.capacity_tokens = self._pool.num_gpu_blocks * self.block_tokens if self.one_group else None
+        """As vLLM's own metrics tell it; None where blocks of several groups hold different tokens."""
         self.generated_tokens: int = 1 + int(getattr(scheduler, "num_spec_tokens", 0))
         """Calls of the chunk hook with no more tokens than this are of requests that generate."""
 
