@@ -64,6 +64,12 @@ def _takes(method: Any, positional_count: int) -> bool:
     return True
 
 
+def _is_full_attention(spec: Any) -> bool:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    return isinstance(spec, FullAttentionSpec)
+
+
 class Surface:
     """What the hooks read from and do with one scheduler of vLLM."""
 
@@ -87,8 +93,9 @@ class Surface:
         self._most_new_blocks = group_count * (spare_count + -(-new_tokens // self.block_tokens))
         self._most_prompt_blocks = group_count * (1 + self.budget_tokens // self.block_tokens)
         self.one_group = group_count == 1
-        self.capacity_tokens = self._pool.num_gpu_blocks * self.block_tokens if self.one_group else None
-        """As vLLM's own metrics tell it; None where blocks of several groups hold different tokens."""
+        is_full = self.one_group and _is_full_attention(scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec)
+        self.capacity_tokens = self._pool.num_gpu_blocks * self.block_tokens if is_full else None
+        """As vLLM's own metrics tell it; None where a context is not as many blocks as its tokens fill."""
         self.generated_tokens: int = 1 + int(getattr(scheduler, "num_spec_tokens", 0))
         """Calls of the chunk hook with no more tokens than this are of requests that generate."""
 
