@@ -5,6 +5,7 @@
     scripts/bench plugin --programs 16,32 --arms proxy,both,both-high
     scripts/bench plugin --claims --first-seed 100           # all that is claimed, beside its bars
     scripts/bench plugin --claims plugin --first-seed 100    # of one arm
+    scripts/bench plugin --steps                             # what a step of the scheduler costs
     scripts/bench plugin --figure mars --seeds 1             # MARS, Fig. 7 and 10, on vLLM's scheduler
     scripts/bench plugin --figure mars-ablations --seeds 1   # Fig. 13
 
@@ -159,6 +160,16 @@ def check_claims(claims: Sequence[Claim], seeds: range, name: str) -> None:
         )
 
 
+def measure_steps(name: str) -> None:
+    """Measure what a step costs beside vLLM's own scheduler, and store it: a figure of this machine."""
+    describe_code()
+    script = f"import runpy; runpy.run_path({str(TESTS / 'in_vllm.py')!r}, run_name='__main__')"
+    (check,) = in_vllm(script, str(ensure_model(256, 4, max_model_len=8192)), "step_cost")
+    for load, each in check["found"].items():
+        print(f"{load:>10} {each['ratio']:.3f} ({each['low']:.3f}, {each['high']:.3f}), stock {each['stock_us']} us")
+    save_results(name, {"running": 64, "loads": check["found"]})
+
+
 # --- MARS -----------------------------------------------------------------------------------------
 
 MARS_LOAD = 1.5
@@ -245,15 +256,19 @@ def main() -> None:
     add("--first-seed", type=int, default=0)
     add("--settings", type=json.loads, default={}, help="JSON: settings of the plugin in each arm that has it")
     add("--claims", nargs="?", const="", metavar="ARMS", help="check the claims of these arms, or all; stores results")
+    add("--steps", action="store_true", help="measure what a step costs; stores results")
     add("--figure", choices=FIGURES, help="make a paper's figures on vLLM's scheduler; stores results")
     add("--mars-programs", type=int, default=200, help="programs of a run of --figure mars")
-    add("--name", help="of the result file of --claims or --figure")
+    add("--name", help="of the result file of --claims, --steps or --figure")
     add("--out", type=Path, help="write every run here, as JSON")
     arguments = parser.parse_args()
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     if arguments.claims is not None:
         wanted = arguments.claims.split(",") if arguments.claims else list(ARMS)
         check_claims([claim for claim in CLAIMS if claim.arm in wanted], seeds, arguments.name or "plugin-claims")
+        return
+    if arguments.steps:
+        measure_steps(arguments.name or "plugin-steps")
         return
     if arguments.figure is not None:
         make_mars(arguments.figure, seeds, arguments.mars_programs, arguments.name or f"plugin-{arguments.figure}")

@@ -149,6 +149,10 @@ class RealEngine:
         """Whether the engine's process lives; says nothing about its health."""
         return self._process is not None and self._process.returncode is None
 
+    def processes(self) -> dict[int, bytes]:
+        """Return the living processes of the engine: id to command line."""
+        return {} if self._process is None else _group_members(self._process.pid)
+
     async def __aenter__(self) -> Self:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self.log_path.unlink(missing_ok=True)

@@ -45,6 +45,8 @@ class PluginReport:
     mode: str = ""
     why_not: str = ""
     """Why vLLM's own scheduler runs in its place, if that was so from the start."""
+    capacity_tokens: int | None = None
+    """What the pool holds."""
     total_blocks_count: int | None = None
     free_blocks_count: int | None = None
     pinned_blocks_count: int | None = None
@@ -99,6 +101,7 @@ def report_of(reports: Sequence[PluginReport], rank_id: int | None) -> PluginRep
         first.vllm_version,
         first.mode,
         next((each.why_not for each in reports if each.why_not), ""),
+        _sum(each.capacity_tokens for each in reports),
         _sum(each.total_blocks_count for each in reports),
         _sum(each.free_blocks_count for each in reports),
         _sum(each.pinned_blocks_count for each in reports),
@@ -133,6 +136,7 @@ def _report(rank: Mapping[str, Any], whole: Mapping[str, Any]) -> PluginReport:
         vllm_version=_word(rank.get("vllm")),
         mode=_word(rank.get("mode")),
         why_not=_word(rank.get("why_not"), MOST_REASON_CHARACTERS),
+        capacity_tokens=_count(blocks.get("tokens")) or None,
         total_blocks_count=_count(blocks.get("total")),
         free_blocks_count=_count(blocks.get("free")),
         pinned_blocks_count=_count(blocks.get("pinned")),

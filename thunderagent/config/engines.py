@@ -73,7 +73,10 @@ class Engines(Slice):
         "pool, and every replica must serve every model",
     )
     capacity_tokens: int | None = Field(
-        None, gt=0, description="size of each replica's KV pool in tokens; overrides what engines report"
+        None,
+        gt=0,
+        description="size of each replica's KV pool in tokens; overrides what engines report, up to what the plugin "
+        "in vLLM has",
     )
     poll_interval_s: float = Field(1.0, gt=0, description="time between two polls of a replica, in seconds")
     poll_deadline_s: float = Field(2.0, gt=0, description="a poll that takes longer has failed, in seconds")

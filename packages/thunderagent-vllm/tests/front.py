@@ -55,6 +55,9 @@ class Proxy(Front):
         self.turns: dict[str, _Turn] = {}
         self.request_ids: dict[int, str] = {}
         self.capacity_tokens = int(told_ratio * engine.blocks * engine.block_tokens)
+        if self.told:  # `EnginePlugins.capacity_tokens`
+            had_tokens = engine.scheduler.thunderagent_tell([])["blocks"]["tokens"]
+            self.capacity_tokens = min(self.capacity_tokens, had_tokens)
         self.started: set[str] = set()
         self.next_s = 0.0
         self.last = (0, 0, 0, 0, 0, 0)

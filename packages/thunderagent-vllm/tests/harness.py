@@ -20,6 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
 
 from thunderagent_vllm.scheduler import programs_class
 from thunderagent_vllm.settings import read_settings
@@ -370,24 +371,76 @@ def run_load(
     return load.figures(engine, seconds)
 
 
-def step_costs(model: str, running: int, steps: int, settings: dict[str, Any] | None, *, waiting: int = 0) -> float:
-    """Return the seconds of scheduler time for a step with `running` generating requests, and others that wait."""
-    engine = Engine(model, settings, blocks=running * 16 + 64, budget=4096, seqs=running)
-    for number in range(running):
-        engine.add(f"r{number}", [50 + (number * 17 + each) % 1900 for each in range(64)], 8 + steps * 2, f"p{number}")
-    for _ in range(6):
-        engine.step()
-    for number in range(waiting):
-        engine.add(f"w{number}", [60 + (number * 19 + each) % 1900 for each in range(64)], 8, f"w{number}")
-    assert len(engine.scheduler.running) == running
-    cost_s = 0.0
-    for _ in range(steps):
+STEP_LOADS: dict[str, dict[str, Any]] = {
+    "quiet": {},
+    "waiting": {"waiting": 8},
+    "short": {"waiting": 8, "waiting_tokens": 65_000, "seqs": 256},
+    "reading": {"waiting": 1, "waiting_tokens": 7000, "seqs": 65, "budget": 72},
+}
+"""Beside those that generate: nobody; eight wait, and as many run as may; eight wait that do not fit; one prompt is read
+for so many steps."""
+
+
+class Steps:
+    """An engine with `running` generating requests, and the seconds of scheduler time that its steps took."""
+
+    def __init__(
+        self,
+        model: str,
+        settings: dict[str, Any] | None,
+        running: int,
+        steps: int,
+        *,
+        waiting: int = 0,
+        waiting_tokens: int = 64,
+        seqs: int | None = None,
+        budget: int = 4096,
+    ) -> None:
+        blocks = running * (5 + steps // 32) + 64 + (waiting == 1) * waiting_tokens // 32
+        length = {"max_model_len": max(8192, waiting_tokens + 100)}
+        self.engine = Engine(model, settings, blocks=blocks, budget=budget, seqs=seqs or running, **length)
+        for number in range(running):
+            tokens = [50 + (number * 17 + each) % 1900 for each in range(64)]
+            self.engine.add(f"r{number}", tokens, 8 + steps * 2, f"p{number}")
+        while any(each.is_prefill_chunk for each in self.engine.scheduler.running) or self.engine.scheduler.waiting:
+            self.engine.step()
+        for number in range(waiting):
+            tokens = [60 + (number * 19 + each * 7) % 1900 for each in range(waiting_tokens)]
+            self.engine.add(f"w{number}", tokens, 8, f"w{number}")
+        self.engine.step()
+        self.costs_s: list[float] = []
+
+    def step(self) -> None:
+        """Do a step."""
+        engine = self.engine
         begun_s = time.process_time()
         output = engine.scheduler.schedule()
-        cost_s += time.process_time() - begun_s
+        cost_s = time.process_time() - begun_s
         made = engine._run(output)
         begun_s = time.process_time()
         engine.scheduler.update_from_output(output, made)
-        cost_s += time.process_time() - begun_s
+        self.costs_s.append(cost_s + time.process_time() - begun_s)
         engine.now_s += 0.03
-    return cost_s / steps
+
+
+ROUND_STEPS = 32
+"""A block is filled once in so many steps."""
+
+
+def step_costs(model: str, running: int, rounds: int, settings: dict[str, Any], load: str) -> list[tuple[float, float]]:
+    """Return the seconds of scheduler time for a step of vLLM's own scheduler and of ours, round by round.
+
+    Both do each step in turn, so whatever else the machine does meets both.
+    """
+    steps = rounds * ROUND_STEPS
+    both = [Steps(model, each, running, steps, **STEP_LOADS[load]) for each in (None, settings)]
+    for number in range(steps):
+        for each in both if number % 2 else reversed(both):
+            each.step()
+    for each in both:
+        assert len(each.engine.scheduler.running) == running + (load == "reading")
+    stock, ours = (
+        [sum(each.costs_s[begin : begin + ROUND_STEPS]) / ROUND_STEPS for begin in range(0, steps, ROUND_STEPS)]
+        for each in both
+    )
+    return list(zip(stock, ours, strict=True))

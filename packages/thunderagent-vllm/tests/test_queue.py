@@ -39,6 +39,22 @@ def test_order_is_renewed_as_time_passes() -> None:
     assert sorts.count(0.3) == 4
 
 
+def test_queue_is_put_in_order_when_somebody_looks() -> None:
+    made = queue(3, 1, 2)
+    looks = []
+
+    def look() -> None:
+        looks.append(made.head())
+        made.sort(0.0)
+
+    made.before_peek = look
+    assert (made.head(), looks) == (3, [])
+    assert made.peek_request() == made.pop_request() == 1
+    made.add_request(0)
+    assert made.peek_request() == 2
+    assert looks == [3]
+
+
 def test_removed_request_leaves_the_queue() -> None:
     made = queue(1, 2, 3, 4)
     made.remove_request(2)

@@ -1,6 +1,6 @@
 """The queue of waiting requests, with the methods of vLLM's `RequestQueue`, ordered by a key. Pure.
 
-It is sorted once per iteration, never between a `peek` and its `pop`: what vLLM looked at is what it takes.
+It is sorted at most once per iteration, never between a `peek` and its `pop`: what vLLM looked at is what it takes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ class ProgramQueue:
 
     def __init__(self, key: Callable[[Any, float], Any]) -> None:
         self.key = key
+        self.before_peek: Callable[[], None] | None = None
+        """Is called once, before the next `peek`: it may sort."""
         self._requests: deque[Any] = deque()
         self._is_sorted = True
         self._sorted_s = 0.0
@@ -50,6 +52,10 @@ class ProgramQueue:
 
     def peek_request(self) -> Any:
         """Return the first request."""
+        before_peek = self.before_peek
+        if before_peek is not None:
+            self.before_peek = None
+            before_peek()
         if not self._requests:
             raise IndexError("peek from an empty queue")
         return self._requests[0]

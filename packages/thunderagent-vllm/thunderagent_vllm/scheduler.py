@@ -123,7 +123,7 @@ def programs_class(base: Any) -> Any:  # noqa: C901 - one class, whose base is k
             self._bounds = self._acts and seen.can_bound and (settings.order or settings.shrink)
             self._small_tokens = seen.generated_tokens
             self._allocate = self.kv_cache_manager.allocate_slots
-            self._is_quiet = True
+            self._looks_at = (False, False)
             if self._acts and settings.order:
                 self._stock_queue = type(self.waiting)
                 self.waiting = ProgramQueue(self._waiting_key)
@@ -196,43 +196,55 @@ def programs_class(base: Any) -> Any:  # noqa: C901 - one class, whose base is k
             now_s = self._now_s = self._clock()
             self._step_count += 1
             agents.pins.expire(now_s)
-            is_quiet = not agents.reading and self._surface.is_quiet()
-            if is_quiet is not self._is_quiet:
-                self._set_quiet(is_quiet)
-            if is_quiet:
-                return
+            is_reading = bool(agents.reading)
+            here_count = self._waiting_here_count()
+            is_short = not self._surface.has_room(is_reading=is_reading, waiting_here_count=here_count)
+            self._look_at(chunks=is_reading or is_short, memory=is_short)
             if not self._acts or not agents.settings.order:
                 agents.begin_step(now_s, None, head_fits=False)
                 return
+            if not is_reading:  # nobody who runs gives way, so who waits is put in order when vLLM looks there
+                agents.begin_step(now_s, None, head_fits=False)
+                self.waiting.before_peek = self._peeks
+                return
             head_call, head_fits = None, False
             if self.waiting:
-                agents.look(now_s)
-                self.waiting.sort(now_s)
+                self._sort_waiting()
                 head = self.waiting.head()
                 head_call = agents.calls.get(head.request_id)
-                if head_call is not None and agents.reading:
-                    head_fits = self._surface.head_fits(head, head_call.uncached_tokens)
-            if agents.reading or head_fits:
-                agents.begin_step(now_s, head_call, head_fits)
-                if len(self.running) > 1:
-                    self.running.sort(key=self._running_key)
-            else:
-                agents.begin_step(now_s, None, head_fits=False)
+                head_fits = head_call is not None and self._surface.head_fits(head, head_call.uncached_tokens)
+                self.waiting.before_peek = self._peeks
+            agents.begin_step(now_s, head_call, head_fits)
+            if len(self.running) > 1:
+                self.running.sort(key=self._running_key)
 
-        def _set_quiet(self, is_quiet: bool) -> None:
-            """Let vLLM call its own methods in a step in which no prompt is read and no block can be missing.
+        def _peeks(self) -> None:
+            """Prepare for the requests that wait, at which vLLM looks only now, if at all."""
+            if self._on:
+                self._look_at(chunks=True, memory=True)
+                self._guarded(self._sort_waiting)
 
-            A step of many that generate calls both for each of them.
+        def _sort_waiting(self) -> None:
+            self.agents.look(self._now_s)
+            self.waiting.sort(self._now_s)
+
+        def _waiting_here_count(self) -> int:
+            """Return how many wait where we are told when vLLM looks at them."""
+            return len(self.waiting) if isinstance(self.waiting, ProgramQueue) else 0
+
+        def _look_at(self, *, chunks: bool, memory: bool) -> None:
+            """Stand in for vLLM's methods that choose chunks and allocate blocks, or let it call its own.
+
+            vLLM calls both for each request that runs; with many that generate, and blocks for all, that is most of
+            what we cost.
             """
-            self._is_quiet = is_quiet
-            if is_quiet or not self._acts:
-                self.kv_cache_manager.allocate_slots = self._allocate
-            else:
-                self.kv_cache_manager.allocate_slots = self._allocate_slots
-            if is_quiet or not self._bounds:
-                self._reserve_prefill_lookahead = super()._reserve_prefill_lookahead
-            else:
-                self._reserve_prefill_lookahead = self._bounded_chunk
+            looks_at = (chunks and self._bounds, memory and self._acts)
+            if looks_at == self._looks_at:
+                return
+            self._looks_at = looks_at
+            own_chunks = super()._reserve_prefill_lookahead
+            self._reserve_prefill_lookahead = self._bounded_chunk if looks_at[0] else own_chunks
+            self.kv_cache_manager.allocate_slots = self._allocate_slots if looks_at[1] else self._allocate
 
         def _running_key(self, request: Any) -> tuple[int, float]:
             return self.agents.running_key(request.request_id)
@@ -373,6 +385,7 @@ def programs_class(base: Any) -> Any:  # noqa: C901 - one class, whose base is k
             return {
                 "mode": agents.settings.mode,
                 "blocks": {
+                    "tokens": self._surface.capacity_tokens,
                     "total": self._surface.pool_blocks,
                     "free": self._surface.free_block_count(),
                     "pinned": agents.pins.block_count,
@@ -409,7 +422,7 @@ def programs_class(base: Any) -> Any:  # noqa: C901 - one class, whose base is k
                 self._restore_victim()
             self._victim = None
             self.policy = self._stock_policy
-            self._set_quiet(True)
+            self._look_at(chunks=False, memory=False)
             for program_id in [each for each, _ in self.agents.pins.items()]:
                 with suppress(Exception):
                     self.agents.pins.drop(program_id, "dropped")

@@ -64,6 +64,12 @@ def _takes(method: Any, positional_count: int) -> bool:
     return True
 
 
+def _is_full_attention(spec: Any) -> bool:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    return isinstance(spec, FullAttentionSpec)
+
+
 class Surface:
     """What the hooks read from and do with one scheduler of vLLM."""
 
@@ -83,8 +89,13 @@ class Surface:
         )
         group_count = len(scheduler.kv_cache_config.kv_cache_groups)
         new_tokens = 1 + int(getattr(scheduler, "num_spec_tokens", 0)) + int(scheduler.num_lookahead_tokens)
-        self._most_new_blocks = group_count * (1 + -(-new_tokens // self.block_tokens))
+        spare_count = 0 if group_count == 1 and not getattr(scheduler, "has_mamba_layers", False) else 1
+        self._most_new_blocks = group_count * (spare_count + -(-new_tokens // self.block_tokens))
+        self._most_prompt_blocks = group_count * (1 + self.budget_tokens // self.block_tokens)
         self.one_group = group_count == 1
+        is_full = self.one_group and _is_full_attention(scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec)
+        self.capacity_tokens = self._pool.num_gpu_blocks * self.block_tokens if is_full else None
+        """As vLLM's own metrics tell it; None where a context is not as many blocks as its tokens fill."""
         self.generated_tokens: int = 1 + int(getattr(scheduler, "num_spec_tokens", 0))
         """Calls of the chunk hook with no more tokens than this are of requests that generate."""
 
@@ -128,11 +139,18 @@ class Surface:
         block_count = -(-token_count // self.block_tokens) - held_count
         return block_count + int(getattr(self.manager, "watermark_blocks", 0)) - self.free_block_count()
 
-    def is_quiet(self) -> bool:
-        """Return whether nobody waits, and the free blocks suffice for what can be generated in a step."""
-        scheduler = self.scheduler
-        running_count, waiting_count = scheduler.get_request_counts()
-        return not waiting_count and self.free_block_count() >= running_count * self._most_new_blocks
+    def has_room(self, *, is_reading: bool, waiting_here_count: int) -> bool:
+        """Return whether the free blocks suffice for all that run in a step, and no more than those wait.
+
+        `is_reading` is whether any of them reads a prompt: that may take the rest of the budget.
+        """
+        running_count, waiting_count = self.scheduler.get_request_counts()
+        if waiting_count > waiting_here_count:
+            return False
+        block_count = running_count * self._most_new_blocks
+        if is_reading:
+            block_count += self._most_prompt_blocks
+        return self.free_block_count() >= block_count
 
     # --- requests
 

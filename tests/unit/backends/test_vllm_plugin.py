@@ -15,7 +15,7 @@ RANK: dict[str, Any] = {
     "vllm": "0.32.0",
     "on": True,
     "mode": "on",
-    "blocks": {"total": 400, "free": 100, "pinned": 40},
+    "blocks": {"tokens": 6400, "total": 400, "free": 100, "pinned": 40},
     "programs": 7,
     "pins": {"p": [40, 12.5]},
     "pins_total": {"kept": 5, "used": 3, "made_up": 9},
@@ -36,6 +36,7 @@ def test_a_report_is_read_without_words_that_nobody_knows() -> None:
     """An engine makes no labels up."""
     (report,) = _read({**RANK, "ranks": [RANK]})
     assert (report.is_on, report.protocol, report.version, report.vllm_version) == (True, 1, "0.1.0", "0.32.0")
+    assert report.capacity_tokens == 6400
     assert (report.total_blocks_count, report.free_blocks_count, report.pinned_blocks_count) == (400, 100, 40)
     assert report.pinned_ratio == 0.1
     assert (report.pins_count, report.programs_count) == (1, 7)
@@ -46,11 +47,13 @@ def test_a_report_is_read_without_words_that_nobody_knows() -> None:
 
 def test_ranks_are_reported_each_and_in_sum() -> None:
     """The engine is on if all of them are."""
-    other = {**RANK, "on": False, "blocks": {"total": 100, "free": 0, "pinned": 10}, "turns_total": {"warm": 1}}
+    blocks = {"tokens": 1600, "total": 100, "free": 0, "pinned": 10}
+    other = {**RANK, "on": False, "blocks": blocks, "turns_total": {"warm": 1}}
     reports = _read({**RANK, "on": False, "ranks": [RANK, other]})
     assert [report_of(reports, rank).pinned_blocks_count for rank in (0, 1)] == [40, 10]
     whole = report_of(reports, None)
     assert (whole.is_on, whole.pinned_blocks_count, whole.total_blocks_count) == (False, 50, 500)
+    assert whole.capacity_tokens == 8000
     assert whole.turns_total == {"warm": 4, "cold": 2}
     assert report_of(reports, 7) == whole
 
@@ -71,6 +74,7 @@ def test_why_it_is_off_is_told_in_bounded_and_printable_words(why_not: object, e
         {"protocol": 1, "on": True},
         {"protocol": 9, "on": True, "blocks": 7, "pins": None, "pins_total": [1], "programs": "7", "ranks": "none"},
         {"protocol": 1, "on": True, "blocks": {"total": -1, "pinned": True}, "hook_seconds_total": 1e300, "ranks": [3]},
+        {"protocol": 1, "on": True, "blocks": {"tokens": 0}},
     ],
 )
 def test_an_older_or_newer_plugin_is_known_by_what_it_says(said: dict[str, Any]) -> None:
@@ -78,6 +82,7 @@ def test_an_older_or_newer_plugin_is_known_by_what_it_says(said: dict[str, Any])
     (report,) = _read(said)
     assert report.is_on
     assert (report.total_blocks_count, report.pinned_blocks_count, report.programs_count) == (None, None, None)
+    assert report.capacity_tokens is None
     assert (report.pinned_ratio, report.pins_total, report.hook_seconds_total) == (0.0, {}, None)
 
 

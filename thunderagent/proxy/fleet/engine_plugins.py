@@ -142,6 +142,13 @@ class EnginePlugins:
         pinned_ratio = report.pinned_ratio if report is not None else 0.0
         return replace(reading, kv_used_ratio=max(0.0, reading.kv_used_ratio - pinned_ratio))
 
+    def capacity_tokens(self, replica_id: str, told_tokens: int | None) -> int | None:
+        """Return the capacity of a replica: what was told, but no more than its engine's scheduler has."""
+        report = self.report(replica_id) if replica_id in self.on_ids else None
+        if report is None or report.capacity_tokens is None:
+            return told_tokens
+        return report.capacity_tokens if told_tokens is None else min(told_tokens, report.capacity_tokens)
+
     def came_up(self, replica_id: str) -> None:
         """Ask a replica's engine: another one may run there now."""
         known = self._known.get(replica_id)

@@ -72,7 +72,8 @@ class Polls:
             since = since_of(known.counted, reading)
             began_anew = since == NOTHING_SINCE and has_totals(known.counted)
             known.counted = reading
-        capacity_tokens = self._capacity_override_tokens or reading.capacity_tokens
+        told_tokens = self._capacity_override_tokens or reading.capacity_tokens
+        capacity_tokens = plugins.capacity_tokens(replica_id, told_tokens)
         state = self._runtime.replicas.get(replica_id)
         news = state is None or capacity_tokens != state.capacity_tokens
         load = reading.kv_used_ratio, reading.waiting_count

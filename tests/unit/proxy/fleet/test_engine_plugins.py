@@ -256,6 +256,20 @@ async def test_blocks_that_are_held_do_not_count_as_used() -> None:
         assert setup.plugins.without_pins("c", other) is other
 
 
+async def test_no_more_capacity_counts_than_the_engine_has() -> None:
+    """Whoever told it; an older plugin, one that is off, and other engines do not say."""
+    engine = Engine()
+    engine.said = {**ON, "blocks": {**ON["blocks"], "tokens": 1000}}
+    async with speaking(engine) as setup:
+        told = [setup.plugins.capacity_tokens("a", each) for each in (1150, 1000, 900, None)]
+        assert told == [1000, 1000, 900, 1000]
+        assert setup.plugins.capacity_tokens("c", 1150) == 1150
+    async with speaking() as setup:
+        assert [setup.plugins.capacity_tokens("a", each) for each in (1150, None)] == [1150, None]
+    async with speaking(Engine({**engine.said, "on": False})) as setup:
+        assert setup.plugins.capacity_tokens("a", 1150) == 1150
+
+
 def test_a_turn_says_its_program_and_how_long_to_hold() -> None:
     """Bodies are only changed where they may have the field, and ids that are no headers are not told."""
     plugins = EnginePlugins({}, 1.0, hold_s=30.0)

@@ -9,6 +9,7 @@ import pytest
 from thunderagent.backends import backend_of
 from thunderagent.backends.base import ReplicaReading
 from thunderagent.backends.poller import ReplicaEndpoint
+from thunderagent.backends.vllm_plugin import PluginReport
 from thunderagent.programs.messages import EncodesPolled, Event, ReplicaDown, ReplicaPolled, ReplicaUp, TierPolled
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.scheduler import Scheduler
@@ -48,6 +49,24 @@ def heard(*readings: ReplicaReading) -> list[Event]:
     for each in readings:
         polls.replica_polled("r0", each)
     return events
+
+
+@pytest.mark.parametrize(("override_tokens", "expected_tokens"), [(None, 900), (1150, 900), (800, 800)])
+def test_what_the_engines_scheduler_has_is_the_most_that_counts(
+    override_tokens: int | None, expected_tokens: int
+) -> None:
+    """As soon as it is known, by the next poll."""
+    runtime, events = overheard()
+    replicas = Replicas(runtime, [ReplicaEndpoint("r0", "http://r0", backend_of("vllm"))])
+    polls = Polls(runtime, replicas, capacity_override_tokens=override_tokens)
+    polls.replica_polled("r0", ReplicaReading(capacity_tokens=1000))
+    replicas.plugins.came_up("r0")
+    replicas.plugins._take(
+        replicas.plugins._by_replica["r0"], "r0", [PluginReport(protocol=1, is_on=True, capacity_tokens=900)]
+    )
+    polls.replica_polled("r0", ReplicaReading(capacity_tokens=1000))
+    told = [event.capacity_tokens for event in events if isinstance(event, ReplicaPolled)]
+    assert told == [override_tokens or 1000, expected_tokens][: 2 if expected_tokens != override_tokens else 1]
 
 
 def test_the_load_of_an_engine_is_told_when_it_changes() -> None:

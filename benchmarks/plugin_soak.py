@@ -1,0 +1,259 @@
+"""The scheduler for vLLM in a real engine behind the proxy, for some time, with faults: nothing is lost, nothing grows.
+
+Programs send turn after turn, and try again where a turn failed, as agents do. Meanwhile clients leave in the middle of
+an answer, strangers send turns past the proxy, the engine gets messages that it does not know, its prefix cache is
+reset, and the proxy is killed and starts anew. After `FIRST_LIFE` of the time the engine is killed, too; in its next
+life a decision of the plugin raises, and vLLM's own order applies.
+
+    scripts/bench plugin_soak --minutes 25
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import random
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from typing import Any
+
+import aiohttp
+
+from benchmarks.environments import cache_dir
+from benchmarks.load import LoadResult, LoadSpec, run_load
+from benchmarks.machine import describe_code, save_results
+from benchmarks.memory import slope_of
+from benchmarks.peer_arms import plugin_settings
+from benchmarks.processes import Server, resident_mb, thunderagent
+from benchmarks.real_engine import RealEngine, RealEngineConfig
+
+FIRST_LIFE = 0.55
+"""Part of the time after which the engine is killed."""
+
+WARMUP_S = 180.0
+"""After which the line through the memory begins."""
+
+SAMPLE_S = 10.0
+PROXY_LIFE_S = 240.0
+PATH = "/thunderagent/programs"
+CHAT = "/v1/chat/completions"
+
+
+class Soak:
+    """One run in front of an engine; `port` is the proxy's."""
+
+    def __init__(self, minutes: float, programs: int, port: int, engine_port: int, seed: int) -> None:
+        self.seconds = minutes * 60
+        self.port = port
+        self.rng = random.Random(seed)
+        self.spec = LoadSpec(
+            programs=programs,
+            seed=seed,
+            turns=(3, 8),
+            tool_result_tokens=(100, 250),
+            tool_mean_s=4.0,
+            tries=600,
+        )
+        settings = plugin_settings()
+        ((name, folder),) = settings["extra_variables"]
+        shape: dict[str, Any] = {
+            "hidden_size": 256, "layers": 4, "pool_blocks": 256, "max_model_len": 4096, "core": None,
+            "ready_timeout_s": 900.0,
+        }  # fmt: skip
+        self.config = RealEngineConfig(**shape, port=engine_port, **settings)
+        failing = tuple(
+            "failing.Scheduler" if each == "thunderagent_vllm.scheduler.Scheduler" else each
+            for each in settings["extra_args"]
+        )
+        self.failing_config = RealEngineConfig(
+            **shape, port=engine_port, extra_args=failing, extra_variables=((name, f"{folder}:{folder}/tests"),)
+        )
+        self.counts: Counter[str] = Counter()
+        self.samples: list[dict[str, float]] = []
+        self.reports: list[dict[str, Any]] = []
+        """What the plugin said at the end of each of the engine's lives."""
+
+    @property
+    def url(self) -> str:
+        """The proxy's, whoever serves there."""
+        return f"http://127.0.0.1:{self.port}"
+
+    async def run(self) -> dict[str, Any]:
+        """Run it all; return the figures."""
+        timeout = aiohttp.ClientTimeout(total=120)
+        async with aiohttp.ClientSession(timeout=timeout) as self.client, RealEngine(self.config) as engine:
+            self.engine = engine
+            async with self.proxies(), self.during(self.faults()), self.during(self.watch()):
+                load = asyncio.create_task(
+                    run_load(self.spec, self.url, is_proxy=True, warmup_s=0.0, measure_s=self.seconds)
+                )
+                await asyncio.sleep(FIRST_LIFE * self.seconds)
+                self.reports.append(await self.report())
+                await engine.kill()
+                self.counts["engines_killed"] += 1
+                self.engine = RealEngine(self.failing_config)
+                try:
+                    await self.engine.start()
+                    result = await load
+                    self.reports.append(await self.report())
+                finally:
+                    await self.engine.stop()
+        return self.figures(result)
+
+    @contextlib.asynccontextmanager
+    async def during(self, work: Any) -> AsyncIterator[None]:
+        """Have something else done meanwhile; what it raises is raised."""
+        task = asyncio.create_task(work)
+        try:
+            yield
+            if task.done():
+                task.result()
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    @contextlib.asynccontextmanager
+    async def proxies(self) -> AsyncIterator[None]:
+        """Keep a proxy running, which is killed now and then."""
+        options = ("--port", str(self.port), "--backends", self.config.url, "--poll-deadline-s", "20")
+        up = asyncio.Event()
+        self.proxy: Server | None = None
+
+        async def keep() -> None:
+            while True:
+                log_path = cache_dir() / "logs" / f"plugin-soak-{self.counts['proxies_killed']}.log"
+                async with thunderagent("serve", *options, log_path=log_path) as self.proxy:
+                    up.set()
+                    await asyncio.sleep(PROXY_LIFE_S)
+                    self.proxy.process.kill()
+                    self.counts["proxies_killed"] += 1
+
+        async with self.during(keep()):
+            await up.wait()
+            yield
+
+    async def faults(self) -> None:
+        """Have something go wrong every few seconds."""
+        kinds = (self.leave, self.leave, self.be_a_stranger, self.be_a_stranger, self.reset, self.tell_nonsense)
+        while True:
+            await asyncio.sleep(self.rng.uniform(2.0, 10.0))
+            kind = self.rng.choice(kinds)
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):  # nobody may be there now
+                await kind()
+                self.counts[kind.__name__] += 1
+
+    def body(self, output_tokens: int) -> dict[str, Any]:
+        """Return a turn of random words."""
+        words = " ".join(f"w{self.rng.randrange(2000)}" for _ in range(self.rng.randint(200, 1500)))
+        named = {"model": self.spec.model, "max_tokens": output_tokens, "ignore_eos": True, "stream": True}
+        return {**named, "messages": [{"role": "user", "content": words}]}
+
+    async def leave(self) -> None:
+        """Send a program's turn, and be gone after the first bytes of its answer."""
+        headers = {"X-Program-ID": f"leaver-{self.rng.randrange(20)}"}
+        async with self.client.post(f"{self.url}{CHAT}", json=self.body(400), headers=headers) as answer:
+            await answer.content.readany()
+            answer.close()
+
+    async def be_a_stranger(self) -> None:
+        """Send the engine a turn past the proxy, at times with a session of one's own."""
+        headers = {"X-Session-ID": f"stranger-{self.rng.random()}"} if self.rng.random() < 0.5 else {}
+        async with self.client.post(f"{self.config.url}{CHAT}", json=self.body(16), headers=headers) as answer:
+            await answer.read()
+
+    async def reset(self) -> None:
+        """Have the engine forget its cache: it declines while it works, but lets all pins go."""
+        async with self.client.post(f"{self.config.url}/reset_prefix_cache") as answer:
+            await answer.read()
+
+    async def tell_nonsense(self) -> None:
+        """Send messages that nobody knows, and one that lets somebody go."""
+        anybody = f"program-{self.spec.seed}-{self.rng.randrange(200)}"
+        ops = [["fly", "away"], ["hold", anybody, "long"], [], 7, ["pause", anybody], ["hold", "nobody", 1e9]]
+        async with self.client.post(self.config.url + PATH, json={"protocol": 1, "ops": ops}) as answer:
+            self.counts["bad_answers"] += answer.status not in (200, 503)
+        async with self.client.post(self.config.url + PATH, data=b"{nonsense") as answer:
+            self.counts["bad_answers"] += answer.status != 400
+
+    async def report(self) -> dict[str, Any]:
+        """Return what the plugin says."""
+        async with self.client.get(self.config.url + PATH) as answer:
+            found: dict[str, Any] = await answer.json()
+            return found
+
+    def engine_ids(self, *, of_scheduler: bool) -> list[int]:
+        """Return the engine's process in which the scheduler runs, or the others: the model's worker and the server."""
+        found = self.engine.processes().items()
+        return [pid for pid, command in found if command.startswith(b"VLLM::EngineCore") is of_scheduler]
+
+    async def watch(self) -> None:
+        """Sample what is pinned, and the memory of all processes."""
+        loop = asyncio.get_running_loop()
+        begun_s = loop.time()
+        while True:
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError, StopIteration):
+                report = await self.report()
+                blocks = report["blocks"]
+                sample = {
+                    "at_s": round(loop.time() - begun_s, 1),
+                    "life": float(self.counts["engines_killed"]),
+                    "pinned_ratio": round(blocks["pinned"] / blocks["total"], 4),
+                    "programs": report["programs"],
+                    "scheduler_mb": round(sum(map(resident_mb, self.engine_ids(of_scheduler=True))), 2),
+                    "other_engine_mb": round(sum(map(resident_mb, self.engine_ids(of_scheduler=False))), 2),
+                    "proxy_mb": round(resident_mb(self.proxy.process.pid), 2) if self.proxy else 0.0,
+                }
+                self.samples.append(sample)
+                print("  ".join(f"{name} {value:,}" for name, value in sample.items()), flush=True)
+            await asyncio.sleep(SAMPLE_S)
+
+    def figures(self, result: LoadResult) -> dict[str, Any]:
+        """Return what came of it; lines are through the memory in the engine's first life, after its warm-up."""
+        flat = [each for each in self.samples if each["life"] == 0 and each["at_s"] >= WARMUP_S]
+        times_s = [each["at_s"] for each in flat]
+        lines = {
+            name: asdict(slope_of(times_s, [each[name] for each in flat])) if len(flat) > 2 else None
+            for name in ("scheduler_mb", "other_engine_mb", "proxy_mb")
+        }
+        first, last = (
+            {name: report.get(name) for name in ("on", "failures_total", "steps_total", "pins_total", "turns_total")}
+            for report in self.reports
+        )
+        return {
+            "minutes": self.seconds / 60,
+            "programs": self.spec.programs,
+            "turns": sum(each.succeeded for each in result.records),
+            "lost_turns": result.failed_turn_count,
+            "tried_again": result.retry_count,
+            "programs_ended": result.finished_program_count,
+            "faults": dict(self.counts),
+            "most_pinned_ratio": max(each["pinned_ratio"] for each in self.samples),
+            "memory": lines,
+            "first_life": first,
+            "failing_life": last,
+            "samples": self.samples,
+        }
+
+
+def main() -> None:
+    """Run it, print and store what happened."""
+    parser = argparse.ArgumentParser(description="The scheduler for vLLM in a real engine, with faults.")
+    add = parser.add_argument
+    add("--minutes", type=float, default=25.0)
+    add("--programs", type=int, default=6)
+    add("--port", type=int, default=18731)
+    add("--engine-port", type=int, default=18732)
+    add("--seed", type=int, default=0)
+    add("--name", default="plugin-soak", help="of the result file")
+    args = parser.parse_args()
+    describe_code()  # as it is now
+    found = asyncio.run(Soak(args.minutes, args.programs, args.port, args.engine_port, args.seed).run())
+    print({name: value for name, value in found.items() if name != "samples"})
+    print(f"stored in {save_results(args.name, found)}")
+
+
+if __name__ == "__main__":
+    main()
