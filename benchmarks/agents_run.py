@@ -97,8 +97,20 @@ def run_one(plan: dict[str, Any], number: int, started_s: float, places: threadi
             tool_s.append(time.monotonic() - tool_started_s - (environment.wait_s - waited_s))
 
     environment.execute = timed
+    turn_s: list[float] = []
+    model = _model(plan, config, own)
+    query = model.query
+
+    def timed_query(*given: Any, **named: Any) -> dict[str, Any]:
+        asked_s = time.monotonic()
+        try:
+            return query(*given, **named)
+        finally:
+            turn_s.append(time.monotonic() - asked_s)
+
+    model.query = timed_query
     try:
-        agent = DefaultAgent(_model(plan, config, own), environment, **_agent(config))
+        agent = DefaultAgent(model, environment, **_agent(config))
         result = agent.run(f"TASK {task['name']}: {task['says']} The repository is /repo.")
         turn_count = agent.n_calls
     finally:
@@ -114,6 +126,7 @@ def run_one(plan: dict[str, Any], number: int, started_s: float, places: threadi
         "turn_count": turn_count,
         "place_s": environment.place_s,
         "setup_s": environment.setup_s,
+        "turn_s": turn_s,
         "tool_s": tool_s,
         "begun_s": begun_s - started_s,
         "ended_s": ended_s - started_s,
