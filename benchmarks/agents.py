@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -185,15 +186,18 @@ def config_file(folder: Path, arm: str, *, sandboxes_count: int) -> Path:
     return path
 
 
-async def run_arm(arm: str, policy: str, options: argparse.Namespace, engine: DockerEngine, engine_url: str) -> Json:
+async def run_arm(
+    arm: str, policy: str, sandboxes_count: int, options: argparse.Namespace, engine: DockerEngine, engine_url: str
+) -> Json:
     """Run all agents once; return what was measured."""
-    before_bytes, log_path = shutil.disk_usage(engine.data_root).used, options.logs / f"{arm}-{policy}.log"
+    before_bytes = shutil.disk_usage(engine.data_root).used
+    log_path = options.logs / f"{arm}-{policy}-{sandboxes_count}.log"
     images_count = _left(engine)["images"]
     disk: list[tuple[float, int]] = []
     front = ScriptedFront(engine_url, options.written_mb)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = config_file(folder, arm, sandboxes_count=options.sandboxes)
+        config = config_file(folder, arm, sandboxes_count=sandboxes_count)
         async with front.running() as url:
             command = ["serve", "--port", "0", "--backends", url, "--config", str(config), "--docker-url", engine.url]
             command += [] if policy == "default" else ["--policy", policy]
@@ -206,7 +210,7 @@ async def run_arm(arm: str, policy: str, options: argparse.Namespace, engine: Do
                     "removes": arm == "own",
                     "agents_count": options.agents,
                     "at_once": options.at_once,
-                    "sandboxes_count": options.sandboxes,
+                    "sandboxes_count": sandboxes_count,
                     "proxy": proxy.url,
                     "model": front.model,
                     "image": BASE_IMAGE,
@@ -223,7 +227,8 @@ async def run_arm(arm: str, policy: str, options: argparse.Namespace, engine: Do
                 finally:
                     watching.cancel()
                 took_s = time.monotonic() - started_s
-    figures = _figures(runs, front, disk, took_s, log_path) | {"arm": arm, "policy": policy}
+    about = {"arm": arm, "policy": policy, "sandboxes_count": sandboxes_count}
+    figures = _figures(runs, front, disk, took_s, log_path) | about
     if arm == "killed":
         at_once = _left(engine, images_count)
         figures |= {"left_at_once": at_once, "gone_after_s": await _gone(engine, images_count)}
@@ -367,15 +372,15 @@ def show(results: list[Json]) -> None:
     """Print the table."""
     table = Table(title="Agents in sandboxes")
     for name in (
-        *("arm", "policy", "solved", "programs/h", "steps/min", "hits", "waits for a place, mean s (most)"),
-        "for its setup, mean s (most)",
-        "to prepare: first, later, s (ratio)",
+        *("arm", "policy", "sandboxes", "solved", "programs/h", "steps/min", "hits"),
+        *("waits for a place, mean s (most)", "for its setup, mean s (most)", "to prepare: first, later, s (ratio)"),
         *("disk at peak, MB", "disk over time", "tool, mean s (p95)", "turn, mean s (p95)", "left"),
     ):
         table.add_column(name, justify="left" if name in ("arm", "policy") else "right")
     for each in results:
         table.add_row(
-            *(each["arm"], each["policy"], str(each["solved_count"]), f"{each['programs_per_hour']:.0f}"),
+            *(each["arm"], each["policy"], str(each["sandboxes_count"]), str(each["solved_count"])),
+            f"{each['programs_per_hour']:.0f}",
             *(f"{each['steps_per_min']:.1f}", f"{each['hit_ratio']:.2f}"),
             *(f"{each[what]['mean']:.2f} ({each[what]['most']:.1f})" for what in ("place_s", "setup_s")),
             _preparing(each["prepare_s"]["first"], each["prepare_s"]["later"]),
@@ -393,14 +398,14 @@ def show(results: list[Json]) -> None:
         figures_s = (each["program_s"], *each["parts_s"].values())
         parts.add_row(each["arm"], each["policy"], *(f"{figure_s:.1f}" for figure_s in figures_s))
     Console(width=220).print(parts)
-    by_arm = {(each["policy"], each["arm"]): each for each in results}
-    for (policy, arm), each in by_arm.items():
+    by_arm = {(each["sandboxes_count"], each["policy"], each["arm"]): each for each in results}
+    for (count, policy, arm), each in by_arm.items():
         for other in ("own", "own-left"):
-            if arm in ("prepared", "reused") and (its := by_arm.get((policy, other))):
+            if arm in ("prepared", "reused") and (its := by_arm.get((count, policy, other))):
                 waited_s = [sum(one[what]["mean"] for what in ("place_s", "setup_s")) for one in (each, its)]
                 print(
-                    f"{arm}, {policy}: on the critical path for sandboxes {waited_s[0]:.2f} s a program, {other} "
-                    f"{waited_s[1]:.2f} s: {_times_as_long(*waited_s)}; disk at peak "
+                    f"{arm}, {policy}, {count} sandboxes: on the critical path for sandboxes {waited_s[0]:.2f} s a "
+                    f"program, {other} {waited_s[1]:.2f} s: {_times_as_long(*waited_s)}; disk at peak "
                     f"{its['disk_peak_bytes'] / max(each['disk_peak_bytes'], 1):.1f} times as much"
                 )
 
@@ -455,7 +460,7 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--agents", type=int, default=24, help="agents in all")
     parser.add_argument("--at-once", type=int, default=24, help="agents that are open at a time")
-    parser.add_argument("--sandboxes", type=int, default=8, help="sandboxes at a time, in each arm")
+    parser.add_argument("--sandboxes", default="8", help="sandboxes at a time, in each arm; several by commas")
     parser.add_argument(
         "--admitted", type=int, default=4, help="programs that may run at a time, the others wait; 0: as many as fit"
     )
@@ -482,13 +487,11 @@ async def main() -> None:
     with DockerEngine(disk_bytes=6 * 1024**3) as docker:
         make_python_image(docker)
         async with engine_at(options) as engine_url:
-            for policy in options.policies.split(","):
-                for arm in options.arms.split(","):
-                    results.append(await run_arm(arm, policy, options, docker, engine_url))
-                    print(
-                        json.dumps({k: v for k, v in results[-1].items() if k != "disk"}), file=sys.stderr, flush=True
-                    )
-                    saved = save_results(options.name, {"settings": settings, "results": results})
+            lists = (options.sandboxes, options.policies, options.arms)
+            for count, policy, arm in itertools.product(*(each.split(",") for each in lists)):
+                results.append(await run_arm(arm, policy, int(count), options, docker, engine_url))
+                print(json.dumps({k: v for k, v in results[-1].items() if k != "disk"}), file=sys.stderr, flush=True)
+                saved = save_results(options.name, {"settings": settings, "results": results})
     show(results)
     print(saved)
 
