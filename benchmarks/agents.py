@@ -1,18 +1,21 @@
 """Real mini-SWE-agents in real Docker sandboxes, prepared by the proxy or made by themselves.
 
     python -m benchmarks.agents                                     # 24 agents, 6 tasks, a simulated engine
-    python -m benchmarks.agents --engine-url http://127.0.0.1:8101  # a running vLLM, as of benchmarks.real_engine
-    python -m benchmarks.agents --arms own,own-left,prepared,reused --policies default,thunderagent,passthrough
+    python -m benchmarks.agents --engine vllm --arms reused --policies passthrough,continuum,default --admitted 0
+    python -m benchmarks.agents --engine-url http://127.0.0.1:8101  # a running vLLM
 
 The agents are the released package, their tasks small repositories with a failing test. The model is scripted, so that
 every run ends: each turn is computed by the engine, with its prompt and as many tokens as the script says, and then the
-answer is replaced by the script's next command. Arms: `own`: each agent makes and sets up a container of its own and
-removes it; `own-left`: nothing removes it; `prepared`: the proxy prepares it from a template with the same setup and
-removes it; `reused`: the same with `reuse_setup`; `killed`: that proxy gets `kill -9`, and the agents, too, once a
-third of them has ended, and what is left is counted when nothing goes any more. In each arm there are `--sandboxes` at
-a time at most. An agent waits for a place and for the setup itself, which are told apart: for one of its own before its
-first turn, for a prepared one at its first command. Disk is what the engine's file system takes beyond its beginning,
-and the setups that the proxy keeps. It needs root, as the tests' own Docker engine does.
+answer is replaced by the script's next command. `--engine vllm` starts a real vLLM on core 1, whose random model takes
+any text; all else then runs on core 0. Each run begins with an empty prefix cache. Arms: `own`: each agent makes and
+sets up a container of its own and removes it; `own-left`: nothing removes it; `prepared`: the proxy prepares it from a
+template with the same setup and removes it; `reused`: the same with `reuse_setup`; `killed`: that proxy gets `kill -9`,
+and the agents, too, once a third of them has ended, and what is left is counted when nothing goes any more. In each arm
+there are `--sandboxes` at a time at most. An agent waits for a place and for the setup itself, which are told apart:
+for one of its own before its first turn, for a prepared one at its first command. Disk is what the engine's file system
+takes beyond its beginning, and the setups that the proxy keeps. A program's time has parts: turns that the proxy holds,
+the engine's queue, its prefill and decoding as vLLM counts them, tools, the wait for a sandbox, and all else. It needs
+root, as the tests' own Docker engine does.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -34,16 +39,20 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import docker  # type: ignore[import-untyped]
 from aiohttp import web
+from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.agents_tasks import TASKS
+from benchmarks.engine_kinds import Vllm
 from benchmarks.machine import ROOT, save_results
 from benchmarks.processes import thunderagent
+from benchmarks.real_engine import RealEngine, RealEngineConfig
 from tests.loopback import on_loopback
 from tests.real.base_image import BASE_IMAGE, make_python_image
 from tests.real.docker_engine import DockerEngine, ensure_docker
 from tests.real.mini_swe_agent import agent_environment, ensure_mini_swe_agent
+from thunderagent.provision.base import free_port
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -57,6 +66,10 @@ KILLED_TTL_S = 90.0
 """How long sandboxes may live in the arm whose proxy is killed."""
 GONE_S = 300.0
 """How long what it left may take to go."""
+ENGINE_PARTS = ("queue", "prefill", "decode")
+"""Of a turn's time there, as vLLM counts them: `vllm:request_PART_time_seconds`."""
+REPLACED = ("messages", "max_completion_tokens", "stop", "tools", "tool_choice", "parallel_tool_calls")
+"""Fields of a turn that the engine is asked otherwise."""
 
 
 @dataclass
@@ -69,6 +82,9 @@ class ScriptedFront:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     turn_count: int = 0
+    engine_s: float = 0.0
+    """How long the engine had turns, added up."""
+    parts_s: dict[str, float] = field(default_factory=dict)
     _session: aiohttp.ClientSession = field(init=False)
 
     @asynccontextmanager
@@ -80,8 +96,34 @@ class ScriptedFront:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=3600)) as self._session:
             async with self._session.get(f"{self.engine_url}/v1/models") as response:
                 self.model = (await response.json())["data"][0]["id"]
+            await self._reset_prefix_cache()
+            before_s = await self._engine_parts_s()
             async with on_loopback(app, shutdown_timeout=0) as url:
                 yield url
+            self.parts_s = {part: each_s - before_s[part] for part, each_s in (await self._engine_parts_s()).items()}
+
+    async def _reset_prefix_cache(self) -> None:
+        """Let the engine forget the run before, if it can: vLLM only in its development mode."""
+        kind, deadline_s = Vllm(), time.monotonic() + 60
+        while time.monotonic() < deadline_s:
+            async with self._session.post(f"{self.engine_url}{kind.reset_path}") as response:
+                if kind.did_reset(response.status, await response.read()):
+                    return
+                if response.status == 404:
+                    break
+            await asyncio.sleep(0.25)
+        print("the engine kept the prefixes of the run before", file=sys.stderr)
+
+    async def _engine_parts_s(self) -> dict[str, float]:
+        """Return what all turns took there so far, by part; only the parts that it counts."""
+        async with self._session.get(f"{self.engine_url}/metrics") as response:
+            families = {each.name: each for each in text_string_to_metric_families(await response.text())}
+        found = {part: families.get(f"vllm:request_{part}_time_seconds") for part in ENGINE_PARTS}
+        return {
+            part: sum(each.value for each in family.samples if each.name.endswith("_sum"))
+            for part, family in found.items()
+            if family is not None
+        }
 
     async def _pass(self, request: web.Request) -> web.Response:
         url = f"{self.engine_url}{request.path_qs}"
@@ -95,7 +137,7 @@ class ScriptedFront:
         step = sum(each["role"] == "assistant" for each in body["messages"])
         name = str(body["messages"][1]["content"]).split("TASK ")[1].split(":")[0]
         task = next(each for each in TASKS if each.name == name)
-        asked = {
+        asked = {name: value for name, value in body.items() if name not in REPLACED} | {
             "model": self.model,
             "messages": [_plain(each) for each in body["messages"]],
             "max_tokens": OUTPUT_TOKENS,
@@ -103,10 +145,12 @@ class ScriptedFront:
             "ignore_eos": True,
             "temperature": 0,
         }
+        sent_s = time.monotonic()
         async with self._session.post(f"{self.engine_url}/v1/chat/completions", json=asked) as response:
             answer = await response.json()
             if response.status != 200:
                 return web.json_response(answer, status=response.status)
+        self.engine_s += time.monotonic() - sent_s
         usage = answer["usage"]
         self.turn_count += 1
         self.prompt_tokens += usage["prompt_tokens"]
@@ -142,15 +186,18 @@ def config_file(folder: Path, arm: str, *, sandboxes_count: int) -> Path:
     return path
 
 
-async def run_arm(arm: str, policy: str, options: argparse.Namespace, engine: DockerEngine, engine_url: str) -> Json:
+async def run_arm(
+    arm: str, policy: str, sandboxes_count: int, options: argparse.Namespace, engine: DockerEngine, engine_url: str
+) -> Json:
     """Run all agents once; return what was measured."""
-    before_bytes, log_path = shutil.disk_usage(engine.data_root).used, options.logs / f"{arm}-{policy}.log"
+    before_bytes = shutil.disk_usage(engine.data_root).used
+    log_path = options.logs / f"{arm}-{policy}-{sandboxes_count}.log"
     images_count = _left(engine)["images"]
     disk: list[tuple[float, int]] = []
     front = ScriptedFront(engine_url, options.written_mb)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = config_file(folder, arm, sandboxes_count=options.sandboxes)
+        config = config_file(folder, arm, sandboxes_count=sandboxes_count)
         async with front.running() as url:
             command = ["serve", "--port", "0", "--backends", url, "--config", str(config), "--docker-url", engine.url]
             command += [] if policy == "default" else ["--policy", policy]
@@ -163,7 +210,7 @@ async def run_arm(arm: str, policy: str, options: argparse.Namespace, engine: Do
                     "removes": arm == "own",
                     "agents_count": options.agents,
                     "at_once": options.at_once,
-                    "sandboxes_count": options.sandboxes,
+                    "sandboxes_count": sandboxes_count,
                     "proxy": proxy.url,
                     "model": front.model,
                     "image": BASE_IMAGE,
@@ -180,7 +227,8 @@ async def run_arm(arm: str, policy: str, options: argparse.Namespace, engine: Do
                 finally:
                     watching.cancel()
                 took_s = time.monotonic() - started_s
-    figures = _figures(runs, front, disk, took_s, log_path) | {"arm": arm, "policy": policy}
+    about = {"arm": arm, "policy": policy, "sandboxes_count": sandboxes_count}
+    figures = _figures(runs, front, disk, took_s, log_path) | about
     if arm == "killed":
         at_once = _left(engine, images_count)
         figures |= {"left_at_once": at_once, "gone_after_s": await _gone(engine, images_count)}
@@ -280,6 +328,7 @@ def _figures(
 ) -> Json:
     preparations = _preparations(log_path)
     tool_s = sorted(each for run in runs for each in run["tool_s"])
+    turn_s = sorted(each for run in runs for each in run["turn_s"])
     return {
         "solved_count": sum(run["solved"] for run in runs),
         "programs_per_hour": 3600 * len(runs) / took_s,
@@ -289,9 +338,30 @@ def _figures(
         **preparations,
         "disk_peak_bytes": max(used for _, used in disk) + preparations["kept_bytes"],
         "disk": disk[:: max(1, len(disk) // 200)],
-        "tool_s": {"mean": fmean(tool_s), "median": median(tool_s), "p95": tool_s[int(0.95 * len(tool_s))]},
+        **{
+            name: {"mean": fmean(each_s), "median": median(each_s), "p95": each_s[int(0.95 * len(each_s))]}
+            for name, each_s in (("tool_s", tool_s), ("turn_s", turn_s))
+        },
+        "program_s": fmean(run["ended_s"] - run["begun_s"] for run in runs),
+        "parts_s": _parts_s(runs, front) if front.turn_count == len(turn_s) else {},
         "took_s": took_s,
     }
+
+
+def _parts_s(runs: list[Json], front: ScriptedFront) -> dict[str, float]:
+    """Return what a program's time is made of, as means in seconds."""
+    turns_s, tools_s = (fmean(sum(run[name]) for run in runs) for name in ("turn_s", "tool_s"))
+    counted_s = {part: each_s / len(runs) for part, each_s in front.parts_s.items()}
+    engine_s = front.engine_s / len(runs)
+    parts_s = {
+        "held": turns_s - engine_s,
+        **counted_s,
+        "engine's other": engine_s - sum(counted_s.values()),
+        "tools": tools_s,
+        "sandbox": fmean(run["place_s"] + run["setup_s"] for run in runs),
+    }
+    whole_s = fmean(run["ended_s"] - run["begun_s"] for run in runs)
+    return parts_s | {"other": whole_s - sum(parts_s.values())}
 
 
 def _times(sorted_s: list[float]) -> Json:
@@ -302,32 +372,40 @@ def show(results: list[Json]) -> None:
     """Print the table."""
     table = Table(title="Agents in sandboxes")
     for name in (
-        *("arm", "policy", "solved", "programs/h", "steps/min", "hits", "waits for a place, mean s (most)"),
-        "for its setup, mean s (most)",
-        "to prepare: first, later, s (ratio)",
-        *("disk at peak, MB", "disk over time", "tool, mean s (p95)", "left"),
+        *("arm", "policy", "sandboxes", "solved", "programs/h", "steps/min", "hits"),
+        *("waits for a place, mean s (most)", "for its setup, mean s (most)", "to prepare: first, later, s (ratio)"),
+        *("disk at peak, MB", "disk over time", "tool, mean s (p95)", "turn, mean s (p95)", "left"),
     ):
         table.add_column(name, justify="left" if name in ("arm", "policy") else "right")
     for each in results:
         table.add_row(
-            *(each["arm"], each["policy"], str(each["solved_count"]), f"{each['programs_per_hour']:.0f}"),
+            *(each["arm"], each["policy"], str(each["sandboxes_count"]), str(each["solved_count"])),
+            f"{each['programs_per_hour']:.0f}",
             *(f"{each['steps_per_min']:.1f}", f"{each['hit_ratio']:.2f}"),
             *(f"{each[what]['mean']:.2f} ({each[what]['most']:.1f})" for what in ("place_s", "setup_s")),
             _preparing(each["prepare_s"]["first"], each["prepare_s"]["later"]),
             f"{each['disk_peak_bytes'] / 1e6:.0f}",
             _curve([used for _, used in each["disk"]]),
-            f"{each['tool_s']['mean']:.2f} ({each['tool_s']['p95']:.2f})",
+            *(f"{each[what]['mean']:.2f} ({each[what]['p95']:.2f})" for what in ("tool_s", "turn_s")),
             " ".join(f"{count} {kind}" for kind, count in each["left"].items()),
         )
-    Console(width=200).print(table)
-    by_arm = {(each["policy"], each["arm"]): each for each in results}
-    for (policy, arm), each in by_arm.items():
+    Console(width=220).print(table)
+    parts = Table(title="Parts of a program's time, mean s")
+    whole = [each for each in results if each["parts_s"]]  # without a proxy that was killed
+    for name in ("arm", "policy", "all", *(whole[0]["parts_s"] if whole else ())):
+        parts.add_column(name, justify="left" if name in ("arm", "policy") else "right")
+    for each in whole:
+        figures_s = (each["program_s"], *each["parts_s"].values())
+        parts.add_row(each["arm"], each["policy"], *(f"{figure_s:.1f}" for figure_s in figures_s))
+    Console(width=220).print(parts)
+    by_arm = {(each["sandboxes_count"], each["policy"], each["arm"]): each for each in results}
+    for (count, policy, arm), each in by_arm.items():
         for other in ("own", "own-left"):
-            if arm in ("prepared", "reused") and (its := by_arm.get((policy, other))):
+            if arm in ("prepared", "reused") and (its := by_arm.get((count, policy, other))):
                 waited_s = [sum(one[what]["mean"] for what in ("place_s", "setup_s")) for one in (each, its)]
                 print(
-                    f"{arm}, {policy}: on the critical path for sandboxes {waited_s[0]:.2f} s a program, {other} "
-                    f"{waited_s[1]:.2f} s: {_times_as_long(*waited_s)}; disk at peak "
+                    f"{arm}, {policy}, {count} sandboxes: on the critical path for sandboxes {waited_s[0]:.2f} s a "
+                    f"program, {other} {waited_s[1]:.2f} s: {_times_as_long(*waited_s)}; disk at peak "
                     f"{its['disk_peak_bytes'] / max(each['disk_peak_bytes'], 1):.1f} times as much"
                 )
 
@@ -353,9 +431,24 @@ def _curve(used_bytes: list[int]) -> str:
 
 @asynccontextmanager
 async def engine_at(options: argparse.Namespace) -> AsyncIterator[str]:
-    """Yield the URL of the engine: the given one, or a simulated one that runs during the block."""
+    """Yield the URL of the engine: the given one, or one that runs during the block, simulated or a real vLLM."""
     if options.engine_url:
         yield options.engine_url.rstrip("/")
+        return
+    if options.engine == "vllm":
+        blocks = options.kv_tokens // RealEngineConfig.block_size
+        longest = min(RealEngineConfig.max_model_len, (blocks - 1) * RealEngineConfig.block_size)  # one is its own
+        config = RealEngineConfig(
+            hidden_size=options.hidden,
+            layers=options.layers,
+            pool_blocks=blocks,
+            max_model_len=longest,
+            is_text=True,
+            port=free_port(),
+            ready_timeout_s=600.0,
+        )
+        async with RealEngine(config) as real:
+            yield real.url
         return
     command = ("engine", "--port", "0", "--kv-tokens", str(options.kv_tokens), "--speed", str(options.speed))
     async with thunderagent(*command, log_path=options.logs / "engine.log") as engine:
@@ -367,14 +460,17 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--agents", type=int, default=24, help="agents in all")
     parser.add_argument("--at-once", type=int, default=24, help="agents that are open at a time")
-    parser.add_argument("--sandboxes", type=int, default=8, help="sandboxes at a time, in each arm")
+    parser.add_argument("--sandboxes", default="8", help="sandboxes at a time, in each arm; several by commas")
     parser.add_argument(
         "--admitted", type=int, default=4, help="programs that may run at a time, the others wait; 0: as many as fit"
     )
     parser.add_argument("--arms", default="own,own-left,prepared,reused,killed", help=f"of {', '.join(ARMS)}")
     parser.add_argument("--policies", default="default", help="policies of the proxy; default is its own")
-    parser.add_argument("--engine-url", default="", help="a running engine; by default a simulated one is started")
-    parser.add_argument("--kv-tokens", type=int, default=4_000, help="KV pool of the simulated engine")
+    parser.add_argument("--engine", choices=("simulated", "vllm"), default="simulated", help="which one is started")
+    parser.add_argument("--engine-url", default="", help="a running engine; none is started")
+    parser.add_argument("--kv-tokens", type=int, help="KV pool of the started engine; 4,000, and of a vLLM 16,000")
+    parser.add_argument("--hidden", type=int, default=RealEngineConfig.hidden_size, help="of vLLM's random model")
+    parser.add_argument("--layers", type=int, default=RealEngineConfig.layers, help="of vLLM's random model")
     parser.add_argument("--speed", type=float, default=1.0, help="of the simulated engine")
     parser.add_argument("--written-mb", type=int, default=30, help="what each agent writes into its sandbox")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir(), "thunderagent-agents"))
@@ -382,19 +478,20 @@ async def main() -> None:
     options = parser.parse_args()
     if unknown := set(options.arms.split(",")) - set(ARMS):
         parser.error(f"unknown arms: {', '.join(unknown)}")
+    options.kv_tokens = options.kv_tokens or (16_000 if options.engine == "vllm" else 4_000)
+    if options.engine == "vllm":
+        os.sched_setaffinity(0, {0})
     ensure_docker()
     settings = {k: v for k, v in vars(options).items() if k not in ("logs", "name")}
     results: list[Json] = []
     with DockerEngine(disk_bytes=6 * 1024**3) as docker:
         make_python_image(docker)
         async with engine_at(options) as engine_url:
-            for policy in options.policies.split(","):
-                for arm in options.arms.split(","):
-                    results.append(await run_arm(arm, policy, options, docker, engine_url))
-                    print(
-                        json.dumps({k: v for k, v in results[-1].items() if k != "disk"}), file=sys.stderr, flush=True
-                    )
-                    saved = save_results(options.name, {"settings": settings, "results": results})
+            lists = (options.sandboxes, options.policies, options.arms)
+            for count, policy, arm in itertools.product(*(each.split(",") for each in lists)):
+                results.append(await run_arm(arm, policy, int(count), options, docker, engine_url))
+                print(json.dumps({k: v for k, v in results[-1].items() if k != "disk"}), file=sys.stderr, flush=True)
+                saved = save_results(options.name, {"settings": settings, "results": results})
     show(results)
     print(saved)
 

@@ -28,17 +28,23 @@ class PreparedEnvironment(SandboxEnvironment):
 
     place_s = setup_s = 0.0
 
-    def _wait(self) -> str:
-        looked_s = time.monotonic()
+    def execute(self, action: dict[str, Any], cwd: str = "", **options: Any) -> dict[str, Any]:
+        """Wait for the sandbox at the first command, and count it."""
+        if not self.place_s + self.setup_s:
+            self._watch()
+        return super().execute(action, cwd, **options)
+
+    def _watch(self) -> None:
+        own, looked_s = program(self.config.program_id, proxy=self.config.proxy), time.monotonic()
         while True:
-            (stage,) = (each["stage"] for each in self._program().sandboxes() if each["sandbox_id"] == self._sandbox_id)
+            stages = {each["stage"] for each in own.sandboxes()}
             now_s = time.monotonic()
-            if stage == "requested":
+            if stages == {"requested"}:
                 self.place_s += now_s - looked_s
             else:
                 self.setup_s += now_s - looked_s
-            if stage not in ("requested", "preparing"):
-                return super()._wait()
+            if stages - {"requested", "preparing"}:
+                return
             looked_s = now_s
             time.sleep(LOOK_S)
 
@@ -61,7 +67,7 @@ class OwnEnvironment(DockerEnvironment):
             output = self.execute({"command": command}, timeout=600)
             if output["returncode"] != 0:
                 raise RuntimeError(f"setup failed: {output}")
-        self.wait_s = self.setup_s = time.monotonic() - started_s
+        self.setup_s = time.monotonic() - started_s
 
     def cleanup(self) -> None:
         """Remove it, or leave it."""
@@ -90,17 +96,32 @@ def run_one(plan: dict[str, Any], number: int, started_s: float, places: threadi
     execute = environment.execute
 
     def timed(action: dict[str, Any], cwd: str = "", **options: Any) -> dict[str, Any]:
-        waited_s, tool_started_s = environment.wait_s, time.monotonic()
+        waited_s, tool_started_s = environment.place_s + environment.setup_s, time.monotonic()
         try:
             return execute(action, cwd, **options)
         finally:
-            tool_s.append(time.monotonic() - tool_started_s - (environment.wait_s - waited_s))
+            waited_s = environment.place_s + environment.setup_s - waited_s
+            tool_s.append(time.monotonic() - tool_started_s - waited_s)
 
     environment.execute = timed
+    turn_s: list[float] = []
+    model = _model(plan, config, own)
+    query = model.query
+
+    def timed_query(*given: Any, **named: Any) -> dict[str, Any]:
+        asked_s = time.monotonic()
+        try:
+            return query(*given, **named)
+        finally:
+            turn_s.append(time.monotonic() - asked_s)
+
+    model.query = timed_query
     try:
-        agent = DefaultAgent(_model(plan, config, own), environment, **_agent(config))
+        agent = DefaultAgent(model, environment, **_agent(config))
         result = agent.run(f"TASK {task['name']}: {task['says']} The repository is /repo.")
         turn_count = agent.n_calls
+        if not environment.place_s + environment.setup_s:
+            raise RuntimeError("nobody counted the wait for the sandbox")
     finally:
         ended_s = time.monotonic()
         own.release()
@@ -114,6 +135,7 @@ def run_one(plan: dict[str, Any], number: int, started_s: float, places: threadi
         "turn_count": turn_count,
         "place_s": environment.place_s,
         "setup_s": environment.setup_s,
+        "turn_s": turn_s,
         "tool_s": tool_s,
         "begun_s": begun_s - started_s,
         "ended_s": ended_s - started_s,

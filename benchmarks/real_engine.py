@@ -52,12 +52,14 @@ def ensure_model(
     word_count: int = 2000,
     max_model_len: int = 8192,
     seed: int = 0,
+    is_text: bool = False,
     kind: EngineKind | None = None,
 ) -> Path:
     """Return the folder of a random Llama with a word-level tokenizer; write it at the first call.
 
-    The intermediate size is 3 times the hidden size unless given; the hidden size is a multiple of 64. It is written
-    by the environment of that kind, or vLLM's. Raises RealEngineError if it cannot be written.
+    The intermediate size is 3 times the hidden size unless given; the hidden size is a multiple of 64. `is_text`: its
+    tokenizer is one for others' text. It is written by the environment of that kind, or vLLM's. Raises RealEngineError
+    if it cannot be written.
     """
     parameters = {
         "hidden_size": hidden_size,
@@ -66,6 +68,7 @@ def ensure_model(
         "word_count": word_count,
         "max_model_len": max_model_len,
         "seed": seed,
+        **({"is_text": True} if is_text else {}),
     }
     script = Path(__file__).with_name("real_model.py")
     digest = hashlib.sha256(json.dumps(parameters).encode() + script.read_bytes()).hexdigest()[:12]
@@ -98,6 +101,7 @@ class RealEngineConfig:
     pool_blocks: int = 500
     block_size: int = 32  # tokens; vLLM's CPU attention takes multiples of 32
     max_model_len: int = 8192  # tokens of one request, prompt and output
+    is_text: bool = False  # whether prompts are others' text, not words of our tokenizer
     max_batched_tokens: int = 2048  # tokens of one engine iteration
     port: int = 8101
     core: int | None = 1  # the CPU core it is pinned to; None: not pinned
@@ -278,7 +282,7 @@ def _engine_command(config: RealEngineConfig) -> list[str]:
     kind = config.kind
     python = kind.ensure_environment()
     shape = (config.hidden_size, config.layers, config.intermediate_size)
-    model = ensure_model(*shape, max_model_len=config.max_model_len, kind=kind)
+    model = ensure_model(*shape, max_model_len=config.max_model_len, is_text=config.is_text, kind=kind)
     pinning = [] if config.core is None else ["taskset", "--cpu-list", str(config.core)]
     server = [str(python), "-m", kind.module, "--host", "127.0.0.1", "--port", str(config.port)]
     return ["setpriv", "--pdeathsig", "TERM", *pinning, *server, *kind.options(config, model), *config.extra_args]
