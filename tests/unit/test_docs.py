@@ -198,6 +198,24 @@ def test_every_page_is_in_the_navigation() -> None:
     assert {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")} - fragments == set(listed)
 
 
+MOST_WORDS_COUNT = 30_000
+SHOWN_PAGES = sorted(DOCS.rglob("*.md"))
+
+
+def words_count(text: str) -> int:
+    """Count what a reader reads in a page's file: words with a letter or digit, in prose, tables and code.
+
+    Rulers and bars of tables are no words, and comments are not shown. What the site fills in is not counted.
+    """
+    said = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    return sum(any(letter.isalnum() for letter in word) for word in said.split())
+
+
+def test_the_pages_are_short_enough_to_read() -> None:
+    assert words_count("| a b | - |\n|---|---|\n<!-- c -->\n```sh\nls --all  # d\n```") == 6
+    assert sum(words_count(path.read_text()) for path in SHOWN_PAGES) <= MOST_WORDS_COUNT
+
+
 FACTS = ["Program id", "End", "See that it works", "Tried with"]
 FRAMEWORKS = [name for each in ("index", "training") for _, name in SHOWN.findall(page(f"integrations/{each}.md"))]
 

@@ -99,8 +99,9 @@ _MEANT: Final = {
     **{
         word.lower(): f"X-Program-{word}"
         for word in (
-            *("ID", "Branch", "Parent", "Final", "Tenant", "Group", "Role", "Outcome", "Class"),
+            *("ID", "Branch", "Parent", "Final", "Tenant", "Outcome", "Class"),
             *("Patience", "Limits", "Staleness", "Hint"),
+            *(header.removeprefix(OUR_HEADERS) for header, _ in _TOLD.values()),
         )
     },
     **{key: f"X-Program-Limits: {key}=..." for key in ("deadline_s", "max_turns", "max_tokens", "max_age_s")},
