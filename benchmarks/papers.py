@@ -3,6 +3,7 @@
     scripts/bench papers fig4       # ThunderAgent, Fig. 1, 4, 5, 10: one engine, nine settings: turns/min, hits, time
     scripts/bench papers fig4-last  # the same at the last load, with Continuum, the released code and the default
     scripts/bench papers fig2a      # Fig. 2a: how far two replicas drift apart in 90 minutes
+    scripts/bench papers fig6a      # Fig. 6a: the parts of a turn's latency, and the waits for sandboxes
     scripts/bench papers fig6b      # Fig. 6b: time between checks, and decay
     scripts/bench papers table2     # Table 2: a rollout of 144 programs on two replicas
     scripts/bench papers orbit      # ORBIT, Table 1 and Fig. 4: latency of tasks, right and wrong; recall by step
@@ -10,6 +11,7 @@
     scripts/bench papers oracle     # not from a paper: how near the clairvoyant policy comes to the bound L1
     scripts/bench papers mars       # MARS, Fig. 7, 10 and goodput: 20 points, ten policies
     scripts/bench papers mars-orders  # the paper's order of admission beside ours
+    scripts/bench papers mars-tails   # P90 and P95 of Fig. 7 and 10; Fig. 3B: time to the first token
     scripts/bench papers mars-fig8    # MARS, Fig. 8: GPT-OSS-120B
     scripts/bench papers mars-fig11   # MARS, Fig. 11 and 12: a whole agent framework
     scripts/bench papers mars-fig13   # MARS, Fig. 13: without a component each
@@ -41,6 +43,7 @@ from benchmarks.orbit import orbit, orbit_front
 from benchmarks.simulated import COLOURS, Runner, add_legend, goodput_table, plot_lines, save_plot, scenario_of
 from thunderagent.simulator.comparison.results import ComparisonResult, Row
 from thunderagent.simulator.engine.timing import profile
+from thunderagent.simulator.figures.figures import ReplicaSample, RunResult
 from thunderagent.simulator.figures.intervals import Interval
 from thunderagent.simulator.runs.tools import ToolSettings
 from thunderagent.simulator.workloads.distributions import workload
@@ -179,13 +182,49 @@ def imbalance(runner: Runner, console: Console) -> Figures:
         axes.set_ylabel("KV in use (%)")
     add_legend(figure, panels[0][0])
     save_plot("papers-fig2a", figure)
-    console.print("paper, vLLM with the SGLang gateway: gap over 20 % for more than 37 of 90 minutes, at most 51 %")
+    console.print("paper, vLLM's KV-aware router: gap over 20 % for more than 37 of 90 minutes, at most 51 %")
     return {"policies": figures, "rows": rows_of(result)}
 
 
-def _gap_ratio(replicas: Sequence[Any], capacity_tokens: int) -> float:
+def _gap_ratio(replicas: Sequence[ReplicaSample], capacity_tokens: int) -> float:
     used = [replica.used_tokens for replica in replicas]
     return (max(used) - min(used)) / capacity_tokens
+
+
+# --- Figure 6a ------------------------------------------------------------------------------------
+
+
+def breakdown(runner: Runner, console: Console) -> Figures:
+    """Simulate the rollout of OpenHands: the parts of a turn's latency, and what a tool waits for its sandbox.
+
+    The gateway's programs make their sandboxes at their first tool; the others' are prepared ahead.
+    """
+    scenario = scenario_of("glm-4.6-h100x8", replicas_count=NODES_COUNT, minutes=60, warmup_minutes=10)
+    figures: Figures = {}
+    for contestant in ("sticky", "thunderagent", "thunderagent-released", "breakeven"):
+        tools = replace(SANDBOXES, prepare_at="first_tool") if contestant == "sticky" else SANDBOXES
+        title = f"fig6a, {contestant}"
+        loaded = replace(scenario, tools=tools)
+        result = runner.compare(
+            title, loaded, workload("openhands"), [contestant], [ROLLOUT_PROGRAMS_COUNT], keep_samples=False
+        )
+        runs = [run.result for run in result.runs_of(contestant, ROLLOUT_PROGRAMS_COUNT)]
+        figures[contestant] = {
+            name: _pair(Interval.of([pick(run) for run in runs])) for name, pick in PARTS_OF_A_TURN.items()
+        }
+        console.print(contestant, figures[contestant])
+    return {"paper": "gains mostly in prefill and decoding; tool resources about 10 %", "parts": figures}
+
+
+PARTS_OF_A_TURN: dict[str, Callable[[RunResult], float]] = {
+    "held_s": lambda run: run.held.mean_s,
+    "queued_and_prefilled_s": lambda run: run.first_token_latency.mean_s - run.held.mean_s,
+    "decoded_s": lambda run: run.turn_latency.mean_s - run.first_token_latency.mean_s,
+    "turn_s": lambda run: run.turn_latency.mean_s,
+    "sandbox_wait_s_per_tool": lambda run: run.tools.waited_for_sandbox_s / max(1, run.tools.tool_count),
+    "turns_per_min": lambda run: run.turns_per_min_count,
+}
+"""Means over turns, but for the waits, which are of the whole run."""
 
 
 # --- Figure 6b ------------------------------------------------------------------------------------
@@ -357,6 +396,7 @@ COMMANDS: dict[str, Callable[[Runner, Console], Figures]] = {
     "fig4": serving,
     "fig4-last": serving_last,
     "fig2a": imbalance,
+    "fig6a": breakdown,
     "fig6b": ablation,
     "table2": rollout,
     "oracle": oracle,
@@ -365,6 +405,7 @@ COMMANDS: dict[str, Callable[[Runner, Console], Figures]] = {
     "orbit-front": orbit_front,
     "mars": mars.figure,
     "mars-orders": mars_figures.orders,
+    "mars-tails": mars_figures.tails,
     "mars-fig8": mars_figures.fig8,
     "mars-fig11": mars_figures.fig11,
     "mars-fig13": mars_figures.fig13,
