@@ -14,8 +14,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 TEXT = (ROOT / "docs" / "research" / "papers.md").read_text()
-PAGE = re.sub(r"\s+", " ", re.sub(r"\*\*|\[([^\]]+)\]\([^)]*\)", r"\1", TEXT))
-"""Without emphasis, and links by their texts."""
+READMES = [(ROOT / "packages" / f"thunderagent-{name}" / "README.md").read_text() for name in ("workflows", "nova")]
+PAGES = re.sub(r"\s+", " ", re.sub(r"\*\*|\[([^\]]+)\]\([^)]*\)", r"\1", "\n".join([TEXT, *READMES])))
+"""Without emphasis, and links by their texts: the papers', and of Nalar and Nova those of their packages."""
 
 Row = Mapping[str, str]
 
@@ -354,16 +355,76 @@ def plugin() -> Iterator[str]:
     yield f"`concur` vLLM takes up to {1 + apart['concur']:.1f} times as long"
 
 
+def nalar() -> Iterator[str]:
+    cases = json.loads((RESULTS / "workflows-cases.json").read_text())["cases"]
+    higher = {
+        name: {
+            arm.partition(" ")[2]: each
+            for arm, each in arms.items()
+            if arm.startswith(list(arms)[-1].partition(" ")[0])
+        }
+        for name, arms in cases.items()
+    }
+    baseline = "static, sticky, FCFS"
+
+    def seconds(name: str, arm: str) -> str:
+        return ", ".join(f"{higher[name][arm][each]:.0f}" for each in ("mean_s", "p50_s", "p95_s", "p99_s"))
+
+    for name in ("financial", "router", "software"):
+        yield f"baseline {seconds(name, baseline)}; default {seconds(name, 'default')}"
+    yield f"with `srtf` {seconds('financial', 'default+srtf')}"
+    for name, arm, figure in (("financial", "default+srtf", "mean_s"), ("software", "default+lpt", "makespan")):
+        ours, default = higher[name][arm], higher[name]["default"]
+        tail = 100 * (ours["p95_s"] / default["p95_s"] - 1)
+        if figure == "makespan":
+            yield f"{100 * (default['programs_per_h'] / ours['programs_per_h'] - 1):+.1f} and {tail:.0f} %"
+        else:
+            yield f"{100 * (ours[figure] / default[figure] - 1):.0f} and {tail:.0f} %"
+    scale = json.loads((RESULTS / "workflows-scale.json").read_text())
+    changed, tenth = (scale["fig_10"][f"131072 calls, 128 controllers, {part}% changed"] for part in (100, 10))
+    loops = f"{changed['loop_ms']:.0f} ms if all changed, {tenth['loop_ms']:.0f} ms if a tenth did"
+    yield f"{loops} | {changed['paper_loop_ms']:.0f} ms"
+    most = scale["table_4"]["131072"]
+    paper = f"{most['paper_one_level_ms']} and {most['paper_two_level_ms']} ms"
+    yield f"{most['one_level_ms']:,.0f} and {most['two_level_ms']:.3f} ms | {paper}"
+
+
+def nova() -> Iterator[str]:
+    e1, e2, e3, e4 = (json.loads((RESULTS / f"nova-e{number}.json").read_text()) for number in (1, 2, 3, 4))
+    alone = [e1["alone"]["encode_s"], e1["alone"]["prefill_s"], e1["alone"]["decode_s"]["1"]]
+    yield "{:.0f}, {:.0f} and {:.0f} ms".format(*(1000 * each for each in alone))
+    for stage, shown in (
+        ("encode", "most with {} beside an encoding (+{:.0f} %, which takes {:.2f} times as long)"),
+        ("prefill", "{} beside a prefill (+{:.0f} %, {:.2f} times)"),
+    ):
+        best = max(e1["splits"], key=lambda split: split[f"gain_{stage}"])
+        slower = best[f"{stage}_s"] / e1["alone"][f"{stage}_s"]
+        yield shown.format(best["decode_units"], 100 * best[f"gain_{stage}"], slower)
+    for title, policy in (("adaptive", "nova"), ("`multi_stream`", "multi_stream"), ("`pf_limit`", "pf_limit")):
+        runs = [e3[f"{policy} at load {load}"] for load in (0.55, 0.7)]
+        yield f"{title} {runs[0]['decode_batch']:.1f} and {runs[1]['decode_batch']:.1f}"
+        mean_s, most_s = runs[1]["average_s"], runs[1]["max_s"]
+        assert f"{mean_s:.2f}" in PAGES
+        assert f"{most_s:.1f}" in PAGES
+    heavy, beside = e3["nova at load 0.7"], e3["multi_stream at load 0.7"]
+    less = [100 * (1 - heavy[figure] / beside[figure]) for figure in ("average_s", "max_s")]
+    yield f"mean latency is {less[0]:.0f} % less than `multi_stream`'s, the maximum {less[1]:.0f} %"
+    for load in (0.55, 0.7):
+        assert f"{e4[f'adaptive at load {load}']['average_s']:.2f}" in PAGES
+    encoded = [f"{1000 * e2[each]['encode_s']:.1f}" for each in ("raw", "K=2 R=0", "K=3 R=0", "K=4 R=0", "K=5 R=0")]
+    yield f"{encoded[0]}; {', '.join(encoded[1:])} ms"
+
+
 CLAIMS = (
     *(fig4, fig10, table2, fig2a, fig6b, oracle, tiers, agents, companions, orbit, orbit_front),
-    *(mars, mars_fig8, mars_fig11, mars_fig13, plugin),
+    *(mars, mars_fig8, mars_fig11, mars_fig13, plugin, nalar, nova),
 )
 
 
 @pytest.mark.parametrize("claims", CLAIMS, ids=lambda each: each.__name__)
-def test_the_page_says_what_the_files_say(claims: Callable[[], Iterator[str]]) -> None:
+def test_the_pages_say_what_the_files_say(claims: Callable[[], Iterator[str]]) -> None:
     """Each text is made of a file, as the page words it."""
-    wrong = [text for text in claims() if text not in PAGE]
+    wrong = [text for text in claims() if text not in PAGES]
     assert not wrong
 
 
