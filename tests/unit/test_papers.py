@@ -79,10 +79,16 @@ def fig4() -> Iterator[str]:
         cells = [cell(of[policy]) if policy in of else "" for policy in FIG4_POLICIES]
         paper = next(each[title]["paper_ratio"] for each in (last, older) if title in each)
         yield re.sub(r"\s+", " ", f"| {shown} | {' | '.join(cells)} | {paper} |")
+        if "16 bits" not in shown:
+            ended = {policy: each[policy] for each in reversed(measured) for policy in each}
+            cells = [
+                f"{mean(ended[policy]['programs_per_hour']):.0f}, {mean(ended[policy]['program_mean_s']):,.0f}"
+                if policy in ended
+                else ""
+                for policy in ("passthrough", *FIG4_POLICIES[:-1])
+            ]
+            yield re.sub(r"\s+", " ", f"| {shown.partition(':')[0]} | {' | '.join(cells)} |")
     a, b = (by_policy(last[f"{letter}, KV of 8 bits"]["rows"]) for letter in "ab")
-    for policy in ("passthrough", "continuum", "thunderagent", "thunderagent-released", "breakeven"):
-        ended = " and ".join(f"{mean(each[policy]['programs_per_hour']):.0f}" for each in (a, b))
-        yield f"`{policy}` {ended}"
     gains = [mean(each["thunderagent"]["ratio"]) / mean(each["continuum"]["ratio"]) for each in (a, b)]
     yield f"Over Continuum on 8 bits {gains[0]:.2f} (a) and {gains[1]:.2f} (b)"
     hits = {policy: [100 * mean(each[policy]["hit_ratio"]) for each in (a, b)] for policy in a}
@@ -93,13 +99,22 @@ def fig4() -> Iterator[str]:
     yield f"{span([100 * mean(row['hit_ratio']) for row in coding], 0)} %"
 
 
+E = "OpenHands, Qwen3-235B"
+
+
 def fig10() -> Iterator[str]:
     older = figures("fig4")
     grew = [
         mean(by_policy(older["a: mini-SWE-agent, GLM-4.6"]["rows"], load)["passthrough"]["turn_mean_s"])
         for load in (24, 96)
     ]
-    yield f"{grew[1] / grew[0]:.1f} times from 24 to 96 programs"
+    yield f"a turn takes {grew[1] / grew[0]:.1f} times as long from 24 to 96 programs"
+    fell = [mean(by_policy(older[f"e: {E}"]["rows"], load)["passthrough"]["turns_per_min"]) for load in (24, 48)]
+    yield f"in e turns a minute fall from {fell[0]:.0f} to {fell[1]:.0f} between 24 and 48 programs"
+    last = [by_policy(figures("fig4-last")[f"{letter}, KV of 8 bits"]["rows"]) for letter in "ab"]
+    told = {policy: [f"{mean(each[policy]['turn_mean_s']):.0f}" for each in last] for policy in last[0]}
+    yield "`continuum` has {} (a) and {} (b)".format(*told["continuum"])
+    yield "`thunderagent` {} and {}".format(*told["thunderagent"])
     for title in (title for title in older if title[0] in "abde"):
         pairs = [
             " and ".join(
@@ -184,7 +199,7 @@ def agents() -> Iterator[str]:
     yield f"{runs['own-left']['disk_peak_bytes'] / runs['prepared']['disk_peak_bytes']:.1f} times, on real Docker"
     prepared = runs["prepared"]["prepare_s"]
     own_s = runs["own"]["setup_s"]["mean"]
-    yield f"{own_s:.1f} s; prepared for four at a time {prepared['first']:.1f} s, later {prepared['later']:.1f} s"
+    yield f"{own_s:.1f} s; prepared as four programs at a time are let in: {prepared['first']:.1f} s, later {prepared['later']:.1f} s"
 
 
 def companions() -> Iterator[str]:
@@ -210,6 +225,8 @@ def orbit() -> Iterator[str]:
         return f"{each['mean']:.2f} ± {each['half_width']:.2f}" if wide else f"{each['mean']:.2f}"
 
     paper = figures("orbit")["paper"]["latency_s"]
+    own, theirs = found["JUDGE", "latency of all tasks / FCFS"]["mean"], paper["JUDGE"][-1] / paper["FCFS"][-1]
+    yield f"all tasks take {100 * own - 100:.0f} % longer, in the paper {100 * theirs - 100:.0f} %"
     for policy, shown in (("STEP", "STEP (`orbit-step`)"), ("JUDGE", "JUDGE (`orbit-judge`), each step")):
         theirs = [f"{each / fcfs:.2f}" for each, fcfs in zip(paper[policy], paper["FCFS"], strict=True)]
         ours = [
