@@ -197,9 +197,9 @@ def tiers() -> Iterator[str]:
 def agents() -> Iterator[str]:
     runs = {each["arm"]: each for each in json.loads((RESULTS / "agents.json").read_text())["results"]}
     yield f"{runs['own-left']['disk_peak_bytes'] / runs['prepared']['disk_peak_bytes']:.1f} times, on real Docker"
-    prepared = runs["prepared"]["prepare_s"]
-    own_s = runs["own"]["setup_s"]["mean"]
-    yield f"{own_s:.1f} s; prepared as four programs at a time are let in: {prepared['first']:.1f} s, later {prepared['later']:.1f} s"
+    own_s, prepared = runs["own"]["setup_s"]["mean"], runs["prepared"]["prepare_s"]
+    first, later = f"{prepared['first']:.1f} s", f"later {prepared['later']:.1f} s"
+    yield f"{own_s:.1f} s; prepared as four programs at a time are let in: {first}, {later}"
 
 
 def companions() -> Iterator[str]:
