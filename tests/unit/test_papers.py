@@ -297,6 +297,38 @@ def mars() -> Iterator[str]:
     yield "{:,.0f} with neither, {:.0f} with both, {:.0f} with all three".format(*map(mean, without))
 
 
+def mars_tails() -> Iterator[str]:
+    places = figures("mars-tails")["places"]
+    baselines = ("fcfs", "autellix", "infercept", "continuum", "continuum-fixed", "concur")
+
+    def faster(policy: str, gpu: str, figure: str) -> list[float]:
+        of = [{name: float(text) for name, text in each[figure].items()} for each in places if gpu in each["place"]]
+        return [min(each[name] for name in baselines) / each[policy] for each in of]
+
+    def won(policy: str, gpu: str, figure: str) -> int:
+        return sum(each > 1 for each in faster(policy, gpu, figure))
+
+    for gpu in ("h100", "h200"):
+        yield f"of `mars` {span(faster('mars', gpu, 'mean_s'))}"
+        ratios = faster("mars", gpu, "p95_s")
+        default = won("breakeven", gpu, "p95_s")
+        if gpu == "h100":
+            p90 = faster("mars", gpu, "p90_s")
+            yield f"P90 better at {won('mars', gpu, 'p90_s')} of {len(p90)}, up to {max(p90):.2f}"
+            yield f"P95 at {won('mars', gpu, 'p95_s')}, up to {max(ratios):.2f}"
+            yield f"(`breakeven` {won('breakeven', gpu, 'p90_s')} and {default})"
+        else:
+            better = won("mars", gpu, "p95_s")
+            yield f"P95 better at {better} of {len(ratios)}, up to {max(ratios):.2f} (`breakeven` {default})"
+    heaviest = next(each for each in places if each["place"] == "263k h100 2.0")
+    p50, p99 = (
+        {name: float(text) for name, text in heaviest[f"first_token_{each}_s"].items()} for each in ("p50", "p99")
+    )
+    others = [[each[name] for name in baselines] for each in (p50, p99)]
+    yield f"P50 {p50['mars']:.1f} s, the baselines {min(others[0]):.1f} to {max(others[0]):.0f}"
+    yield f"P99 {p99['mars']:.0f} s, the baselines {min(others[1]):.0f} to {max(others[1]):,.0f}"
+
+
 def mars_fig8() -> Iterator[str]:
     best = figures("mars-fig8")["best baseline / it"]
     default = best["breakeven"]["mean_s"].partition(",")[0]
@@ -437,7 +469,7 @@ def nova() -> Iterator[str]:
 
 CLAIMS = (
     *(fig4, fig10, table2, fig2a, fig6b, oracle, tiers, agents, companions, orbit, orbit_front),
-    *(mars, mars_fig8, mars_fig11, mars_fig13, plugin, nalar, nova),
+    *(mars, mars_tails, mars_fig8, mars_fig11, mars_fig13, plugin, nalar, nova),
 )
 
 
