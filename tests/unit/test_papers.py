@@ -168,6 +168,22 @@ def fig2a() -> Iterator[str]:
     yield f"{minutes[0]:.0f} minutes, at most {gaps[0]:.0f} %"
 
 
+def fig6a() -> Iterator[str]:
+    parts = figures("fig6a")["parts"]
+    for name, shown in (
+        ("held_s", "held"),
+        ("queued_and_prefilled_s", "queued and prefilled in the engine"),
+        ("decoded_s", "decoded"),
+        ("sandbox_wait_s_per_tool", "a tool's wait for its sandbox"),
+        ("turns_per_min", "turns a minute"),
+    ):
+        cells = [f"{mean(each[name]):.1f}".removesuffix(".0" if name == "held_s" else "") for each in parts.values()]
+        yield f"| {shown} | {' | '.join(cells)} |"
+    gateway, theirs = parts["sticky"], parts["thunderagent"]
+    gained = [mean(gateway[name]) - mean(theirs[name]) for name in ("turn_s", "sandbox_wait_s_per_tool")]
+    yield f"sandboxes {100 * gained[1] / sum(gained):.0f} % of what is gained"
+
+
 def fig6b() -> Iterator[str]:
     of = {row["policy"]: row["limit_ratio"] for row in figures("fig6b")["rows"]}
 
@@ -468,7 +484,7 @@ def nova() -> Iterator[str]:
 
 
 CLAIMS = (
-    *(fig4, fig10, table2, fig2a, fig6b, oracle, tiers, agents, companions, orbit, orbit_front),
+    *(fig4, fig10, table2, fig2a, fig6a, fig6b, oracle, tiers, agents, companions, orbit, orbit_front),
     *(mars, mars_tails, mars_fig8, mars_fig11, mars_fig13, plugin, nalar, nova),
 )
 
