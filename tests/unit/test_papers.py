@@ -245,6 +245,14 @@ def orbit() -> Iterator[str]:
 
     paper = figures("orbit")["paper"]["latency_s"]
     own, theirs = found["JUDGE", "latency of all tasks / FCFS"]["mean"], paper["JUDGE"][-1] / paper["FCFS"][-1]
+    of = {
+        percent: [found[policy, f"P{percent} of right tasks (s)"]["mean"] for policy in paper] for percent in (50, 90)
+    }
+    yield "P50 {:.0f} s under FCFS, {:.0f} STEP, {:.0f} JUDGE".format(*of[50])
+    yield "P90 {:.0f}, {:.0f}, {:,.0f}".format(*of[90])
+    queued = {policy: found[policy, "to a turn's first token (s) / FCFS"]["mean"] for policy in ("STEP", "JUDGE")}
+    yield f"STEP {100 - 100 * queued['STEP']:.0f} % less"
+    yield f"JUDGE {100 * queued['JUDGE'] - 100:.0f} % more"
     yield f"all tasks take {100 * own - 100:.0f} % longer, in the paper {100 * theirs - 100:.0f} %"
     for policy, shown in (("STEP", "STEP (`orbit-step`)"), ("JUDGE", "JUDGE (`orbit-judge`), each step")):
         theirs = [f"{each / fcfs:.2f}" for each, fcfs in zip(paper[policy], paper["FCFS"], strict=True)]
