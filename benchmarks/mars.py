@@ -31,7 +31,7 @@ from thunderagent.simulator.comparison.contestants import Contestant
 from thunderagent.simulator.comparison.processes import GoOn
 from thunderagent.simulator.engine.records import EngineConfig
 from thunderagent.simulator.engine.timing import profile
-from thunderagent.simulator.figures.figures import RunResult
+from thunderagent.simulator.figures.figures import RunResult, nearest_rank
 from thunderagent.simulator.figures.intervals import Interval
 from thunderagent.simulator.runs.scenario import Scenario
 from thunderagent.simulator.runs.tools import ToolSettings
@@ -200,12 +200,18 @@ def figures_of(result: RunResult) -> dict[str, float]:
     latencies = result.program_latency
     in_time = {f"goodput_{each.alpha_ratio:g}": each.program_ratio for each in result.goodputs}
     turns = {f"turn_goodput_{each.alpha_ratio:g}": each.turn_ratio for each in result.goodputs}
+    residences_s = sorted(program.residence_s for program in result.waits.programs)
     values = {
         "mean_s": latencies.mean_s,
         "p50_s": latencies.p50_s,
+        "p90_s": nearest_rank(residences_s, 0.9),
+        "p95_s": nearest_rank(residences_s, 0.95),
         "p99_s": latencies.p99_s,
         "hit_ratio": result.hit_ratio,
         "simulated_s": result.simulated_s,
+        "first_token_p50_s": result.first_token_latency.p50_s,
+        "first_token_p90_s": result.first_token_latency.p90_s,
+        "first_token_p99_s": result.first_token_latency.p99_s,
         "tool_wait_s": result.tools.waited_for_cpu_s / max(1, result.tools.tool_count),
         **in_time,
         **turns,

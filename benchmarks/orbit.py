@@ -1,4 +1,4 @@
-"""Simulate ORBIT, Table 1 and Fig. 4: how long tasks take, right and wrong, by order of service.
+"""Simulate ORBIT, Table 1 and Fig. 3 to 5: how long tasks take, right and wrong, by order of service.
 
 212 GAIA tasks with Magentic-One arrive as a Poisson process, 0.5 a second; GPT-OSS-120B on four A100 computes 16 turns
 at a time. Under FCFS turns are served as they come. STEP and JUDGE give the engine priorities; the questions to the
@@ -26,6 +26,7 @@ from benchmarks.findings import Finding, mean_of, ratio_of, table
 from benchmarks.judging import JudgeModel
 from benchmarks.simulated import Runner, save_plot, scenario_of
 from thunderagent.programs.messages import FAILURE, SUCCESS
+from thunderagent.simulator.figures.figures import nearest_rank
 from thunderagent.simulator.workloads.distributions import workload
 
 if TYPE_CHECKING:
@@ -75,14 +76,28 @@ PAPER_RECALL = ((0, 0.0), (15, 0.03), (40, 0.9), (45, 1.0), (80, 1.0))
 """Fig. 4 in the paper's words: almost none at first, near-linear from 15 to 40, all beyond 45."""
 
 
-def latency_s(outcome: str) -> Callable[[RunResult], float | None]:
-    """Return a function that picks the mean time from arrival to end of the tasks with an outcome; empty: all."""
+PERCENTS = (25, 50, 75, 90, 99)
+"""Fig. 3: the distribution of the latency of right tasks."""
+
+QUEUEING = "to a turn's first token (s)"
+"""Fig. 5: how long a request queues; here with its prefill, since the prompt is nearly all cached."""
+
+
+def latency_s(outcome: str, percent: int | None = None) -> Callable[[RunResult], float | None]:
+    """Return a function that picks the mean, or a percentile, of the times of the tasks with an outcome; empty: all."""
 
     def pick(result: RunResult) -> float | None:
-        times_s = [each.residence_s for each in result.waits.programs if outcome in ("", each.outcome)]
-        return fmean(times_s) if times_s else None
+        times_s = sorted(each.residence_s for each in result.waits.programs if outcome in ("", each.outcome))
+        if not times_s:
+            return None
+        return fmean(times_s) if percent is None else nearest_rank(times_s, percent / 100)
 
     return pick
+
+
+def first_token_s(result: RunResult) -> float:
+    """Return the mean time from a turn's arrival to its first token; the judge's questions do not count."""
+    return result.first_token_latency.mean_s
 
 
 def recall_by_step(results: Sequence[RunResult], outcome: str = FAILURE) -> list[tuple[int, float, int]]:
@@ -154,6 +169,12 @@ def _findings(policy: str, all_runs: Mapping[str, Sequence[Run]]) -> Iterator[Fi
         yield Finding(PROFILE, policy, f"latency of {what} tasks (s)", mean_of(runs, pick))
         if policy != "FCFS":
             yield Finding(PROFILE, policy, f"latency of {what} tasks / FCFS", ratio_of(runs, fcfs, pick))
+    for percent in PERCENTS:
+        pick = latency_s(OUTCOMES[RIGHT], percent)
+        yield Finding(PROFILE, policy, f"P{percent} of {RIGHT} tasks (s)", mean_of(runs, pick))
+    yield Finding(PROFILE, policy, QUEUEING, mean_of(runs, first_token_s))
+    if policy != "FCFS":
+        yield Finding(PROFILE, policy, f"{QUEUEING} / FCFS", ratio_of(runs, fcfs, first_token_s))
     yield Finding(PROFILE, policy, "prompt tokens cached", mean_of(runs, lambda each: each.hit_ratio))
     yield Finding(PROFILE, policy, "questions to the judge", mean_of(runs, questions_count))
 
@@ -162,7 +183,7 @@ def _plot(found: Sequence[Finding], recalls: Mapping[str, Mapping[str, Sequence[
     """Draw the changes of latency beside the paper's, and predicted failure by step."""
     figure = Figure(figsize=(9.6, 3.4), layout="constrained")
     changes, steps = figure.subplots(1, 2)
-    shown = [each for each in found if each.figure.endswith("/ FCFS") and each.interval is not None]
+    shown = [each for each in found if each.figure.endswith("tasks / FCFS") and each.interval is not None]
     for place, each in enumerate(reversed(shown)):
         assert each.interval is not None
         mean, half_width = 100 * (each.interval.mean - 1), 100 * (each.interval.half_width or 0.0)

@@ -1,8 +1,10 @@
 """Reproduce the figures of the papers behind the project in the simulator, with one command each.
 
     scripts/bench papers fig4       # ThunderAgent, Fig. 1, 4, 5, 10: one engine, nine settings: turns/min, hits, time
-    scripts/bench papers fig4-last  # the same at the last load, with Continuum, the released code and the default
+    scripts/bench papers fig4-last  # the same on 8 bits at the last load, with Continuum and the released code
+    scripts/bench papers fig4-rivals  # and on the other settings
     scripts/bench papers fig2a      # Fig. 2a: how far two replicas drift apart in 90 minutes
+    scripts/bench papers fig6a      # Fig. 6a: the parts of a turn's latency, and the waits for sandboxes
     scripts/bench papers fig6b      # Fig. 6b: time between checks, and decay
     scripts/bench papers table2     # Table 2: a rollout of 144 programs on two replicas
     scripts/bench papers orbit      # ORBIT, Table 1 and Fig. 4: latency of tasks, right and wrong; recall by step
@@ -10,6 +12,7 @@
     scripts/bench papers oracle     # not from a paper: how near the clairvoyant policy comes to the bound L1
     scripts/bench papers mars       # MARS, Fig. 7, 10 and goodput: 20 points, ten policies
     scripts/bench papers mars-orders  # the paper's order of admission beside ours
+    scripts/bench papers mars-tails   # P90 and P95 of Fig. 7 and 10; Fig. 3B: time to the first token
     scripts/bench papers mars-fig8    # MARS, Fig. 8: GPT-OSS-120B
     scripts/bench papers mars-fig11   # MARS, Fig. 11 and 12: a whole agent framework
     scripts/bench papers mars-fig13   # MARS, Fig. 13: without a component each
@@ -41,6 +44,7 @@ from benchmarks.orbit import orbit, orbit_front
 from benchmarks.simulated import COLOURS, Runner, add_legend, goodput_table, plot_lines, save_plot, scenario_of
 from thunderagent.simulator.comparison.results import ComparisonResult, Row
 from thunderagent.simulator.engine.timing import profile
+from thunderagent.simulator.figures.figures import ReplicaSample, RunResult
 from thunderagent.simulator.figures.intervals import Interval
 from thunderagent.simulator.runs.tools import ToolSettings
 from thunderagent.simulator.workloads.distributions import workload
@@ -107,19 +111,24 @@ def serving(runner: Runner, console: Console) -> Figures:
     }
 
 
-LIGHT = ("scienceagentbench",)
 RIVALS = ("passthrough", "continuum", "thunderagent-released", "breakeven")
 
 
 def serving_last(runner: Runner, console: Console) -> Figures:
-    """Simulate each setting at its last load alone, with the authors' rival and their released code.
+    """Simulate the settings on 8 bits at their last load alone, with the authors' rival and their released code."""
+    return _at_last_load(runner, console, [each for each in SETTINGS if each.profile == FP8_KV], POLICIES)
 
-    What `fig4` has at this load anyway is left out, but for the baseline and the default.
-    """
+
+def serving_rivals(runner: Runner, console: Console) -> Figures:
+    """Simulate the other settings so; first those that have no other profile. `fig4` has the paper's own policy."""
+    others = [each for each in SETTINGS if each.profile != FP8_KV]
+    return _at_last_load(runner, console, [*others[2:], *others[:2]], RIVALS)
+
+
+def _at_last_load(runner: Runner, console: Console, settings: Sequence[Setting], policies: Sequence[str]) -> Figures:
     figures: Figures = {}
-    for setting in sorted(SETTINGS, key=lambda setting: setting.profile != FP8_KV or setting.workload in LIGHT):
+    for setting in settings:
         scenario = scenario_of(setting.profile, minutes=60, warmup_minutes=10)
-        policies = POLICIES if setting.profile == FP8_KV else RIVALS
         loads = setting.programs_counts[-1:]
         result = runner.compare(
             setting.title, scenario, workload(setting.workload), policies, loads, keep_samples=False
@@ -179,13 +188,49 @@ def imbalance(runner: Runner, console: Console) -> Figures:
         axes.set_ylabel("KV in use (%)")
     add_legend(figure, panels[0][0])
     save_plot("papers-fig2a", figure)
-    console.print("paper, vLLM with the SGLang gateway: gap over 20 % for more than 37 of 90 minutes, at most 51 %")
+    console.print("paper, vLLM's KV-aware router: gap over 20 % for more than 37 of 90 minutes, at most 51 %")
     return {"policies": figures, "rows": rows_of(result)}
 
 
-def _gap_ratio(replicas: Sequence[Any], capacity_tokens: int) -> float:
+def _gap_ratio(replicas: Sequence[ReplicaSample], capacity_tokens: int) -> float:
     used = [replica.used_tokens for replica in replicas]
     return (max(used) - min(used)) / capacity_tokens
+
+
+# --- Figure 6a ------------------------------------------------------------------------------------
+
+
+def breakdown(runner: Runner, console: Console) -> Figures:
+    """Simulate the rollout of OpenHands: the parts of a turn's latency, and what a tool waits for its sandbox.
+
+    The gateway's programs make their sandboxes at their first tool; the others' are prepared ahead.
+    """
+    scenario = scenario_of("glm-4.6-h100x8", replicas_count=NODES_COUNT, minutes=60, warmup_minutes=10)
+    figures: Figures = {}
+    for contestant in ("sticky", "thunderagent", "thunderagent-released", "breakeven"):
+        tools = replace(SANDBOXES, prepare_at="first_tool") if contestant == "sticky" else SANDBOXES
+        title = f"fig6a, {contestant}"
+        loaded = replace(scenario, tools=tools)
+        result = runner.compare(
+            title, loaded, workload("openhands"), [contestant], [ROLLOUT_PROGRAMS_COUNT], keep_samples=False
+        )
+        runs = [run.result for run in result.runs_of(contestant, ROLLOUT_PROGRAMS_COUNT)]
+        figures[contestant] = {
+            name: _pair(Interval.of([pick(run) for run in runs])) for name, pick in PARTS_OF_A_TURN.items()
+        }
+        console.print(contestant, figures[contestant])
+    return {"paper": "gains mostly in prefill and decoding; tool resources about 10 %", "parts": figures}
+
+
+PARTS_OF_A_TURN: dict[str, Callable[[RunResult], float]] = {
+    "held_s": lambda run: run.held.mean_s,
+    "queued_and_prefilled_s": lambda run: run.first_token_latency.mean_s - run.held.mean_s,
+    "decoded_s": lambda run: run.turn_latency.mean_s - run.first_token_latency.mean_s,
+    "turn_s": lambda run: run.turn_latency.mean_s,
+    "sandbox_wait_s_per_tool": lambda run: run.tools.waited_for_sandbox_s / max(1, run.tools.tool_count),
+    "turns_per_min": lambda run: run.turns_per_min_count,
+}
+"""Means over turns, but for the waits, which are of the whole run."""
 
 
 # --- Figure 6b ------------------------------------------------------------------------------------
@@ -356,7 +401,9 @@ def _panels(results: dict[str, ComparisonResult], label: str, pick: Callable[[Ro
 COMMANDS: dict[str, Callable[[Runner, Console], Figures]] = {
     "fig4": serving,
     "fig4-last": serving_last,
+    "fig4-rivals": serving_rivals,
     "fig2a": imbalance,
+    "fig6a": breakdown,
     "fig6b": ablation,
     "table2": rollout,
     "oracle": oracle,
@@ -365,6 +412,7 @@ COMMANDS: dict[str, Callable[[Runner, Console], Figures]] = {
     "orbit-front": orbit_front,
     "mars": mars.figure,
     "mars-orders": mars_figures.orders,
+    "mars-tails": mars_figures.tails,
     "mars-fig8": mars_figures.fig8,
     "mars-fig11": mars_figures.fig11,
     "mars-fig13": mars_figures.fig13,

@@ -21,7 +21,6 @@ from simulated import use_vllm
 from benchmarks.mars import POLICIES, Point, figures_of, mix, scenario_of
 from benchmarks.mars_figures import ABLATIONS, WITHOUT_CONTROL, WITHOUT_COORDINATOR, WITHOUT_COSCHEDULER
 from thunderagent.simulator.comparison.contestants import Contestant
-from thunderagent.simulator.figures.figures import nearest_rank
 from thunderagent.simulator.runs.run import simulate
 
 HOLD_S = 30.0
@@ -53,10 +52,7 @@ def run(model: str, point: Point, arm: str, seed: int, programs_count: int) -> d
         result = simulate(scenario, programs, contestant.prepare(scenario, programs)[0])
     else:
         result = contestant.run(scenario, programs)
-    residences_s = sorted(program.residence_s for program in result.waits.programs)
     return figures_of(result) | {
-        "p90_s": round(nearest_rank(residences_s, 0.9), 4),
-        "p95_s": round(nearest_rank(residences_s, 0.95), 4),
         "programs_ended": float(result.program_count),
         "failed_turns": float(result.failed_turn_count),
     }

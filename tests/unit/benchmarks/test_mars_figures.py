@@ -14,6 +14,7 @@ from benchmarks.mars_figures import (
     FRAMEWORK_S,
     GPT_OSS_CONTEXT_TOKENS,
     ORDERS,
+    TAILS,
     WITHOUT_COORDINATOR,
     Bounded,
     Framed,
@@ -47,7 +48,7 @@ def test_tools_in_a_framework_take_longer_and_nothing_else_changes() -> None:
 
 def test_every_run_of_a_figure_has_a_key_of_its_own() -> None:
     """It also has a policy that can be made."""
-    for plan in (ORDERS, FIG8, FIG11, FIG13):
+    for plan in (ORDERS, TAILS, FIG8, FIG11, FIG13):
         tasks = tasks_of(plan, 0)
         assert len({task.key for task in tasks}) == len(tasks)
         assert {task.policy for task in tasks} <= set(ALL_POLICIES)
@@ -72,3 +73,4 @@ def test_a_run_comes_to_its_end(policy: str) -> None:
     assert figures["failed_turns_count"] == 0
     assert 0 < figures["mean_s"] <= figures["p95_s"]
     assert figures["p90_s"] <= figures["p95_s"] <= figures["p99_s"]
+    assert 0 < figures["first_token_p50_s"] <= figures["first_token_p90_s"] <= figures["first_token_p99_s"]

@@ -31,6 +31,8 @@ def test_right_and_wrong_tasks_are_read_apart() -> None:
     assert whole_s == pytest.approx(result.program_latency.mean_s)
     assert latency_s("")(result) == pytest.approx(whole_s)
     assert latency_s("unknown")(result) is None
+    assert latency_s("", 100)(result) == result.program_latency.max_s
+    assert latency_s("", 50)(result) == result.program_latency.p50_s
     asked = [recall_by_step([result], outcome) for outcome in ("success", "failure")]
     assert sum(count for each in asked for _, _, count in each) == questions_count(result)
     assert questions_count(result) == sum(

@@ -1,0 +1,527 @@
+"""What the page of the papers says of our results is what their files say."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+TEXT = (ROOT / "docs" / "research" / "papers.md").read_text()
+READMES = [(ROOT / "packages" / f"thunderagent-{name}" / "README.md").read_text() for name in ("workflows", "nova")]
+PAGES = re.sub(r"\s+", " ", re.sub(r"\*\*|\[([^\]]+)\]\([^)]*\)", r"\1", "\n".join([TEXT, *READMES])))
+"""Without emphasis, and links by their texts: the papers', and of Nalar and Nova those of their packages."""
+
+Row = Mapping[str, str]
+
+
+def figures(name: str) -> Any:
+    """Return the figures of a result."""
+    return json.loads((RESULTS / f"papers-{name}.json").read_text())["figures"]
+
+
+def by_policy(rows: Sequence[Row], programs: int | None = None) -> dict[str, Row]:
+    """Return the rows at a load, by default the highest, by policy."""
+    most = programs or max(int(row["programs"]) for row in rows)
+    return {row["policy"]: row for row in rows if int(row["programs"]) == most}
+
+
+def mean(pair: str) -> float:
+    """Return the mean of a figure with its interval."""
+    return float(pair.partition(" ")[0])
+
+
+def cell(pair: str) -> str:
+    """Return a ratio as the tables have it."""
+    value, _, width = pair.partition(" ± ")
+    digits = 1 if float(width) >= 0.95 else 2
+    return f"{float(value):.{digits}f} ± {float(width):.{digits}f}"
+
+
+def whole(pair: str) -> str:
+    """Return a number and its interval without decimals."""
+    value, _, width = pair.partition(" ± ")
+    return f"{float(value):,.0f} ± {float(width):.0f}"
+
+
+def span(values: Sequence[float], digits: int = 2) -> str:
+    """Return the least and the most."""
+    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+
+
+SETTINGS = {
+    "a, 8 bits: mini-SWE-agent, GLM-4.6": "a, KV of 8 bits",
+    "b, 8 bits: OpenHands, GLM-4.6": "b, KV of 8 bits",
+    "a, 16 bits": "a: mini-SWE-agent, GLM-4.6",
+    "b, 16 bits": "b: OpenHands, GLM-4.6",
+    "c: ToolOrchestra HLE, Qwen3-8B": "",
+    "d: mini-SWE-agent, Qwen3-235B": "",
+    "e: OpenHands, Qwen3-235B": "",
+    "f: ScienceAgentBench, GLM-4.6": "",
+}
+FIG4_POLICIES = ("continuum", "thunderagent", "thunderagent-released", "breakeven", "oracle")
+
+
+def fig4() -> Iterator[str]:
+    older, last, rivals = figures("fig4"), figures("fig4-last"), figures("fig4-rivals")
+    for shown, of_file in SETTINGS.items():
+        title = of_file or shown
+        measured = [by_policy(each[title]["rows"]) for each in (last, rivals, older) if title in each]
+        of = {policy: each[policy]["ratio"] for each in reversed(measured) for policy in each}
+        cells = [cell(of[policy]) if policy in of else "" for policy in FIG4_POLICIES]
+        paper = next(each[title]["paper_ratio"] for each in (last, older) if title in each)
+        yield re.sub(r"\s+", " ", f"| {shown} | {' | '.join(cells)} | {paper} |")
+        if "16 bits" not in shown:
+            ended = {policy: each[policy] for each in reversed(measured) for policy in each}
+            cells = [
+                f"{mean(ended[policy]['programs_per_hour']):.0f}, {mean(ended[policy]['program_mean_s']):,.0f}"
+                if policy in ended
+                else ""
+                for policy in ("passthrough", *FIG4_POLICIES[:-1])
+            ]
+            yield re.sub(r"\s+", " ", f"| {shown.partition(':')[0]} | {' | '.join(cells)} |")
+    a, b = (by_policy(last[f"{letter}, KV of 8 bits"]["rows"]) for letter in "ab")
+    gains = [mean(each["thunderagent"]["ratio"]) / mean(each["continuum"]["ratio"]) for each in (a, b)]
+    yield f"Over Continuum on 8 bits {gains[0]:.2f} (a) and {gains[1]:.2f} (b)"
+    c, d = (by_policy(rivals[title]["rows"])["continuum"] for title in rivals if title[0] in "cd")
+    ours = [by_policy(older[title]["rows"])["thunderagent"] for title in older if title[0] in "cd"]
+    gains = [mean(own["ratio"]) / mean(theirs["ratio"]) for own, theirs in zip(ours, (c, d), strict=True)]
+    yield f"else {gains[0]:.2f} (c) and {gains[1]:.2f} (d)"
+    yield f"here {100 * mean(c['hit_ratio']):.0f} against {100 * mean(ours[0]['hit_ratio']):.0f} %"
+    hits = {policy: [100 * mean(each[policy]["hit_ratio"]) for each in (a, b)] for policy in a}
+    yield f"Continuum {hits['continuum'][0]:.0f} (a) and {hits['continuum'][1]:.0f} % (b) on 8 bits"
+    yield f"`thunderagent` {hits['thunderagent'][0]:.0f} and {hits['thunderagent'][1]:.0f} %"
+    coding = [by_policy(older[title]["rows"])["thunderagent"] for title in older if title[0] in "abde"]
+    coding += [each["thunderagent"] for each in (a, b)]
+    yield f"{span([100 * mean(row['hit_ratio']) for row in coding], 0)} %"
+
+
+E = "OpenHands, Qwen3-235B"
+
+
+def fig10() -> Iterator[str]:
+    older = figures("fig4")
+    grew = [
+        mean(by_policy(older["a: mini-SWE-agent, GLM-4.6"]["rows"], load)["passthrough"]["turn_mean_s"])
+        for load in (24, 96)
+    ]
+    yield f"a turn takes {grew[1] / grew[0]:.1f} times as long from 24 to 96 programs"
+    fell = [mean(by_policy(older[f"e: {E}"]["rows"], load)["passthrough"]["turns_per_min"]) for load in (24, 48)]
+    yield f"in e turns a minute fall from {fell[0]:.0f} to {fell[1]:.0f} between 24 and 48 programs"
+    last = [by_policy(figures("fig4-last")[f"{letter}, KV of 8 bits"]["rows"]) for letter in "ab"]
+    told = {policy: [f"{mean(each[policy]['turn_mean_s']):.0f}" for each in last] for policy in last[0]}
+    yield "`continuum` has {} (a) and {} (b)".format(*told["continuum"])
+    yield "`thunderagent` {} and {}".format(*told["thunderagent"])
+    for title in (title for title in older if title[0] in "abde"):
+        pairs = [
+            " and ".join(
+                f"{mean(by_policy(older[title]['rows'], load)[policy]['turn_mean_s']):.0f}" for load in (24, 96)
+            )
+            for policy in ("passthrough", "thunderagent", "breakeven")
+        ]
+        yield f"{title[0]} {', '.join(pairs)}"
+
+
+def table2() -> Iterator[str]:
+    found = figures("table2")
+    policies = ("thunderagent", "breakeven", "oracle")
+    for name, title in (
+        ("mini-swe-agent", "mini-SWE-agent, an hour of a loop"),
+        ("openhands", "OpenHands, an hour of a loop"),
+    ):
+        closed, batch = by_policy(found[name]["closed"]), by_policy(found[name]["batch"])
+        paper = found[name]["paper"]
+        ratio = f"{paper['thunderagent_per_min'] / paper['gateway_per_min']:.2f}"
+        yield f"| {title} | {' | '.join(cell(closed[policy]['ratio']) for policy in policies)} | {ratio} |"
+        yield f"a batch to its end | {' | '.join(cell(batch[policy]['ratio']) for policy in policies)} | |"
+        ended = {policy: row["programs_per_hour"] for policy, row in closed.items()}
+        yield f"{mean(ended['sticky']):.0f}, {whole(ended['thunderagent'])} and {whole(ended['breakeven'])}"
+    loops = [by_policy(found[name]["closed"]) for name in found]
+    for policy in ("sticky", "thunderagent"):
+        steps = " and ".join(f"{mean(loop[policy]['turns_per_min']):.0f}" for loop in loops)
+        yield f"`{policy}` {steps}"
+    yield f"{100 * mean(loops[1]['sticky']['limit_ratio']):.0f} % of the limit"
+    late = by_policy(found["openhands"]["closed, at the first tool"])["breakeven"]["program_mean_s"]
+    yield f"{whole(late)} instead of {whole(loops[1]['breakeven']['program_mean_s'])} s a program"
+
+
+def fig2a() -> Iterator[str]:
+    found = figures("fig2a")
+    policies = [
+        policy
+        for policy in ("sticky", "passthrough", "thunderagent", "thunderagent-released", "breakeven")
+        if policy in found["policies"]
+    ]
+    minutes = [found["policies"][policy]["minutes_over_20_percent"] for policy in policies]
+    gaps = [100 * found["policies"][policy]["gap_max_ratio"] for policy in policies]
+    rows = by_policy(found["rows"])
+    shown = " | ".join(f"{each:.0f}" if each > 9.5 else f"{each:.1f}" for each in minutes)
+    yield f"| Minutes with such a gap | {shown} |"
+    yield f"| Largest gap, % | {' | '.join(f'{each:.0f}' for each in gaps)} |"
+    yield f"| Turns a minute ÷ `sticky` | 1 | {' | '.join(cell(rows[policy]['ratio']) for policy in policies[1:])} |"
+    yield f"{minutes[0]:.0f} minutes, at most {gaps[0]:.0f} %"
+
+
+def fig6a() -> Iterator[str]:
+    parts = figures("fig6a")["parts"]
+    for name, shown in (
+        ("held_s", "held"),
+        ("queued_and_prefilled_s", "queued and prefilled in the engine"),
+        ("decoded_s", "decoded"),
+        ("sandbox_wait_s_per_tool", "a tool's wait for its sandbox"),
+        ("turns_per_min", "turns a minute"),
+    ):
+        cells = [f"{mean(each[name]):.1f}".removesuffix(".0" if name == "held_s" else "") for each in parts.values()]
+        yield f"| {shown} | {' | '.join(cells)} |"
+    gateway, theirs = parts["sticky"], parts["thunderagent"]
+    gained = [mean(gateway[name]) - mean(theirs[name]) for name in ("turn_s", "sandbox_wait_s_per_tool")]
+    yield f"sandboxes {100 * gained[1] / sum(gained):.0f} % of what is gained"
+
+
+def fig6b() -> Iterator[str]:
+    of = {row["policy"]: row["limit_ratio"] for row in figures("fig6b")["rows"]}
+
+    def percent(policy: str) -> str:
+        value, _, width = of[policy].partition(" ± ")
+        return f"{100 * float(value):.0f} ± {100 * float(width):.0f} %"
+
+    yield f"7 s reaches {percent('thunderagent:half_life_s=7.273')} of the limit"
+    yield f"the default x = 2 {percent('thunderagent:half_life_s=1')}, `breakeven` {100 * mean(of['breakeven']):.0f} %"
+
+
+def oracle() -> Iterator[str]:
+    of: dict[str, list[float]] = {}
+    for rows in figures("oracle").values():
+        for row in rows:
+            of.setdefault(row["policy"], []).append(100 * mean(row["limit_ratio"]))
+    yield f"it reaches {span(of['oracle'], 0)} %"
+    yield f"`thunderagent` {span(of['thunderagent'], 0)} %, `passthrough` {span(of['passthrough'], 0)} %"
+
+
+def tiers() -> Iterator[str]:
+    found = json.loads((RESULTS / "policy-tiers.json").read_text())["found"]
+    of = {(each["setting"], each["figure"]): each["mean"] for each in found if each["policy"] == "passthrough"}
+    counts = (64, 128, 192)
+    hits = [f"{100 * of[f'{count} programs, tier', 'prompt tokens found']:.0f}" for count in counts]
+    gains = [of[f"{n} programs, tier", "turns/min"] / of[f"{n} programs, no tier", "turns/min"] for n in counts]
+    yield f"hits of {hits[0]}, {hits[1]} and {hits[2]} %, {gains[0]:.1f}, {gains[1]:.2f} and {gains[2]:.2f} times"
+
+
+def agents() -> Iterator[str]:
+    runs = {each["arm"]: each for each in json.loads((RESULTS / "agents.json").read_text())["results"]}
+    yield f"{runs['own-left']['disk_peak_bytes'] / runs['prepared']['disk_peak_bytes']:.1f} times, on real Docker"
+    own_s, prepared = runs["own"]["setup_s"]["mean"], runs["prepared"]["prepare_s"]
+    first, later = f"{prepared['first']:.1f} s", f"later {prepared['later']:.1f} s"
+    yield f"{own_s:.1f} s; prepared as four programs at a time are let in: {first}, {later}"
+
+
+def companions() -> Iterator[str]:
+    settings = list(figures("companions").values())
+    rows = [{row["policy"]: row for row in each} for each in settings]
+
+    def all_of(policy: str, figure: str, scale: float = 1, digits: int = 2) -> str:
+        return ", ".join(f"{scale * mean(each[policy][figure]):.{digits}f}" for each in rows)
+
+    yield f"{all_of('infercept', 'limit_ratio', 100, 0)} % of the limit, against"
+    yield f"{all_of('ttl:ttl_s=0', 'limit_ratio', 100, 0)} and {all_of('ttl:ttl_s=inf', 'limit_ratio', 100, 0)} %"
+    fixed = all_of("continuum-fixed", "throughput_ratio")
+    yield f"{all_of('continuum', 'throughput_ratio')}; with a fixed time to live {fixed}"
+    yield f"{all_of('concur', 'hit_ratio', 100, 0)} % against {all_of('fcfs', 'hit_ratio', 100, 0)} %"
+    yield f"faster in two of four: {all_of('concur', 'throughput_ratio')}"
+
+
+def orbit() -> Iterator[str]:
+    found = {(each["policy"], each["figure"]): each for each in figures("orbit")["found"]}
+
+    def ratio(policy: str, what: str, *, wide: bool) -> str:
+        each = found[policy, f"latency of {what} tasks / FCFS"]
+        return f"{each['mean']:.2f} ± {each['half_width']:.2f}" if wide else f"{each['mean']:.2f}"
+
+    paper = figures("orbit")["paper"]["latency_s"]
+    own, theirs = found["JUDGE", "latency of all tasks / FCFS"]["mean"], paper["JUDGE"][-1] / paper["FCFS"][-1]
+    of = {
+        percent: [found[policy, f"P{percent} of right tasks (s)"]["mean"] for policy in paper] for percent in (50, 90)
+    }
+    yield "P50 {:.0f} s under FCFS, {:.0f} STEP, {:.0f} JUDGE".format(*of[50])
+    yield "P90 {:.0f}, {:.0f}, {:,.0f}".format(*of[90])
+    queued = {policy: found[policy, "to a turn's first token (s) / FCFS"]["mean"] for policy in ("STEP", "JUDGE")}
+    yield f"STEP {100 - 100 * queued['STEP']:.0f} % less"
+    yield f"JUDGE {100 * queued['JUDGE'] - 100:.0f} % more"
+    yield f"all tasks take {100 * own - 100:.0f} % longer, in the paper {100 * theirs - 100:.0f} %"
+    for policy, shown in (("STEP", "STEP (`orbit-step`)"), ("JUDGE", "JUDGE (`orbit-judge`), each step")):
+        theirs = [f"{each / fcfs:.2f}" for each, fcfs in zip(paper[policy], paper["FCFS"], strict=True)]
+        ours = [
+            ratio(policy, what, wide=not (policy == "STEP" and what == "wrong")) for what in ("right", "wrong", "all")
+        ]
+        yield f"| {shown} | " + " | ".join(f"{own} | {other}" for own, other in zip(ours, theirs, strict=True)) + " |"
+    every_5 = " | | ".join(ratio("JUDGE, every 5", what, wide=True) for what in ("right", "wrong", "all"))
+    yield f"| JUDGE, every 5 | {every_5} | |"
+
+
+def orbit_front() -> Iterator[str]:
+    found = {(each["policy"], each["figure"]): each for each in figures("orbit-front")["found"]}
+    for policy, shown, digits in (
+        ("breakeven", "{} for `breakeven`", 1),
+        ("breakeven, STEP", "{} with STEP", 2),
+        ("breakeven, JUDGE", "{} with JUDGE", 2),
+    ):
+        each = found[policy, "latency of right tasks / FCFS"]
+        yield shown.format(f"{each['mean']:.{digits}f} ± {each['half_width']:.{digits}f}")
+
+
+REGIMES = ("125k", "167k", "220k", "263k")
+
+
+def mars() -> Iterator[str]:
+    found = figures("mars")
+    points = {each["point"]: each for each in found["points"]}
+    columns = (("h100", "1"), ("h100", "1.5"), ("h100", "2"), ("h200", "1"), ("h200", "1.5"))
+    of = {name: each["mars: x best published"] for name, each in points.items()}
+    for regime in REGIMES:
+        yield f"| {regime} | {' | '.join(cell(of[f'{regime} {gpu} {load}']) for gpu, load in columns)} |"
+    for gpu in ("h100", "h200"):
+        speedups = [mean(text) for name, text in of.items() if f" {gpu} " in name]
+        won = sum(each > 1 for each in speedups)
+        yield f"mean {span(speedups)}, best at {won} of {len(speedups)}"
+    runs = json.loads((RESULTS / "papers-mars-runs.json").read_text())["unknown"]["runs"]
+
+    def over_seeds(regime: str, policy: str, figure: Callable[[Mapping[str, float]], float], load: str = "2") -> float:
+        return fmean(figure(runs[f"{regime} h100 {load}|{policy}|{seed}"]) for seed in range(10))
+
+    at_most = {
+        policy: over_seeds("263k", policy, lambda run: 1 / run["simulated_s"])
+        for policy in ("mars", "infercept", "fcfs")
+    }
+    in_time = {policy: over_seeds("263k", policy, lambda run: run["goodput_3"]) for policy in at_most}
+    parts = {
+        policy: [100 * values[policy] / values["mars"] for values in (at_most, in_time)]
+        for policy in ("infercept", "fcfs")
+    }
+    yield "`infercept` keeps {:.0f} % of the throughput and {:.0f} % of the programs in time".format(
+        *parts["infercept"]
+    )
+    yield "`fcfs` {:.0f} and {:.0f} %".format(*parts["fcfs"])
+    ahead = [
+        over_seeds(regime, "mars", lambda run: run["goodput_3"], load)
+        for regime in REGIMES
+        for load in ("1", "1.5", "2")
+    ]
+    assert len(ahead) == 12
+    kept = [100 * mean(found["goodput_3"][regime]["infercept"]) for regime in REGIMES]
+    overloaded = [100 * over_seeds(regime, "infercept", lambda run: run["goodput_3"]) for regime in REGIMES]
+    yield f"keeps {span(kept, 0)} %, at twice the saturation {span(overloaded, 0)} %"
+    alone = figures("mars-fig13")["places"][-1]["mean_s"]
+    without = [points["263k h100 2"]["mean_s"]["fcfs"], alone["no control plane"], alone["mars"]]
+    yield "{:,.0f} with neither, {:.0f} with both, {:.0f} with all three".format(*map(mean, without))
+
+
+def mars_tails() -> Iterator[str]:
+    places = figures("mars-tails")["places"]
+    baselines = ("fcfs", "autellix", "infercept", "continuum", "continuum-fixed", "concur")
+
+    def faster(policy: str, gpu: str, figure: str) -> list[float]:
+        of = [{name: float(text) for name, text in each[figure].items()} for each in places if gpu in each["place"]]
+        return [min(each[name] for name in baselines) / each[policy] for each in of]
+
+    def won(policy: str, gpu: str, figure: str) -> int:
+        return sum(each > 1 for each in faster(policy, gpu, figure))
+
+    for gpu in ("h100", "h200"):
+        yield f"of `mars` {span(faster('mars', gpu, 'mean_s'))}"
+        ratios = faster("mars", gpu, "p95_s")
+        default = won("breakeven", gpu, "p95_s")
+        if gpu == "h100":
+            p90 = faster("mars", gpu, "p90_s")
+            yield f"P90 better at {won('mars', gpu, 'p90_s')} of {len(p90)}, up to {max(p90):.2f}"
+            yield f"P95 at {won('mars', gpu, 'p95_s')}, up to {max(ratios):.2f}"
+            yield f"(`breakeven` {won('breakeven', gpu, 'p90_s')} and {default})"
+        else:
+            better = won("mars", gpu, "p95_s")
+            yield f"P95 better at {better} of {len(ratios)}, up to {max(ratios):.2f} (`breakeven` {default})"
+    heaviest = next(each for each in places if each["place"] == "263k h100 2.0")
+    p50, p99 = (
+        {name: float(text) for name, text in heaviest[f"first_token_{each}_s"].items()} for each in ("p50", "p99")
+    )
+    others = [[each[name] for name in baselines] for each in (p50, p99)]
+    yield f"P50 {p50['mars']:.1f} s, the baselines {min(others[0]):.1f} to {max(others[0]):.0f}"
+    yield f"P99 {p99['mars']:.0f} s, the baselines {min(others[1]):.0f} to {max(others[1]):,.0f}"
+
+
+def mars_fig8() -> Iterator[str]:
+    best = figures("mars-fig8")["best baseline / it"]
+    default = best["breakeven"]["mean_s"].partition(",")[0]
+    places = [each["best baseline / it"]["mars"] for each in figures("mars-fig8")["places"]]
+    least, most = min(places, key=mean), max(places, key=mean)
+    low, _, high = default.split()
+    yield f"{least} to {cell(most)} (`breakeven` {low} to {float(high):.1f})"
+    for percentile in ("p90_s", "p95_s"):
+        low, _, high = best["mars"][percentile].partition(",")[0].split()
+        yield f"P{percentile[1:3]} {low} to {float(high):.1f}"
+
+
+def mars_fig11() -> Iterator[str]:
+    found = figures("mars-fig11")
+    best = {
+        policy: {name: text.partition(",")[0] for name, text in each.items()}
+        for policy, each in found["best baseline / it"].items()
+    }
+    ours = best["mars"]
+    yield f"mean {ours['mean_s']} (`breakeven` {best['breakeven']['mean_s']}); P90 {ours['p90_s']}, P95 {ours['p95_s']}"
+    tail = {policy: mean(text) for policy, text in found["places"][0]["p90_s"].items()}
+    yield f"P90 {tail['mars']:.0f} s, `breakeven` {tail['breakeven']:.0f}, `infercept` {tail['infercept']:.0f}"
+    assert {ratio for each in found["places"] for ratio in each["completed_ratio"].values()} == {"1.000 ± 0.000"}
+
+
+def mars_fig13() -> Iterator[str]:
+    best = figures("mars-fig13")["best baseline / it"]
+
+    def slower(policy: str) -> list[float]:
+        low, _, high = best[policy]["mean_s"].partition(",")[0].split()
+        return [1 / float(high), 1 / float(low)]
+
+    yield f"without the coordinator {span(slower('no coordinator'))}"
+    low, high = slower("no control plane")
+    yield f"without the control plane {low:.2f} to {high:.1f}"
+    yield f"without the co-scheduler {span(slower('no co-scheduler'))}"
+
+
+def plugin() -> Iterator[str]:
+    of = {}
+    for name in ("plugin-mars", "plugin-mars-ablations"):
+        for run in json.loads((RESULTS / f"{name}.json").read_text())["runs"]:
+            of[run["vllm"]["gpu"], run["vllm"]["regime"], run["vllm"]["arm"]] = run
+    baselines = ("fcfs", "infercept", "continuum", "concur")
+    percentiles = ("mean_s", "p90_s", "p95_s")
+    for gpu in ("h100", "h200"):
+        for regime in REGIMES:
+            ours = of[gpu, regime, "mars"]
+            seconds = " | ".join(f"{ours['vllm'][each]:.0f} ({ours['simulated'][each]:.0f})" for each in percentiles)
+            best = min(baselines, key=lambda arm: of[gpu, regime, arm]["vllm"]["mean_s"])
+            ratios = []
+            for each in percentiles:
+                least = [min(of[gpu, regime, arm][where][each] for arm in baselines) for where in ("vllm", "simulated")]
+                ratios.append(f"{least[0] / ours['vllm'][each]:.2f} ({least[1] / ours['simulated'][each]:.2f})")
+            yield f"| {gpu.upper()}, {regime} | {seconds} | `{best}` | {' | '.join(ratios)} |"
+    for arm in ("no coordinator", "no control plane", "no co-scheduler", "mars, stock engine"):
+        ratios = [
+            "{:.2f} ({:.2f})".format(
+                *(
+                    of["h100", regime, arm][where]["mean_s"] / of["h100", regime, "mars"][where]["mean_s"]
+                    for where in ("vllm", "simulated")
+                )
+            )
+            for regime in REGIMES
+        ]
+        yield f"| {arm} | {' | '.join(ratios)} |"
+    apart = {
+        arm: max(
+            abs(of[gpu, regime, arm]["vllm"]["mean_s"] / of[gpu, regime, arm]["simulated"]["mean_s"] - 1)
+            for gpu in ("h100", "h200")
+            for regime in REGIMES
+        )
+        for arm in baselines
+    }
+    assert max(apart[arm] for arm in baselines[:3]) < 0.03
+    yield f"`concur` vLLM takes up to {1 + apart['concur']:.1f} times as long"
+
+
+def nalar() -> Iterator[str]:
+    cases = json.loads((RESULTS / "workflows-cases.json").read_text())["cases"]
+    higher = {
+        name: {
+            arm.partition(" ")[2]: each
+            for arm, each in arms.items()
+            if arm.startswith(list(arms)[-1].partition(" ")[0])
+        }
+        for name, arms in cases.items()
+    }
+    baseline = "static, sticky, FCFS"
+
+    def seconds(name: str, arm: str) -> str:
+        return ", ".join(f"{higher[name][arm][each]:.0f}" for each in ("mean_s", "p50_s", "p95_s", "p99_s"))
+
+    for name in ("financial", "router", "software"):
+        yield f"baseline {seconds(name, baseline)}; default {seconds(name, 'default')}"
+    yield f"with `srtf` {seconds('financial', 'default+srtf')}"
+    for name, arm, figure in (("financial", "default+srtf", "mean_s"), ("software", "default+lpt", "makespan")):
+        ours, default = higher[name][arm], higher[name]["default"]
+        tail = 100 * (ours["p95_s"] / default["p95_s"] - 1)
+        if figure == "makespan":
+            yield f"{100 * (default['programs_per_h'] / ours['programs_per_h'] - 1):+.1f} and {tail:.0f} %"
+        else:
+            yield f"{100 * (ours[figure] / default[figure] - 1):.0f} and {tail:.0f} %"
+    scale = json.loads((RESULTS / "workflows-scale.json").read_text())
+    changed, tenth = (scale["fig_10"][f"131072 calls, 128 controllers, {part}% changed"] for part in (100, 10))
+    loops = f"{changed['loop_ms']:.0f} ms if all changed, {tenth['loop_ms']:.0f} ms if a tenth did"
+    yield f"{loops} | {changed['paper_loop_ms']:.0f} ms"
+    most = scale["table_4"]["131072"]
+    paper = f"{most['paper_one_level_ms']} and {most['paper_two_level_ms']} ms"
+    yield f"{most['one_level_ms']:,.0f} and {most['two_level_ms']:.3f} ms | {paper}"
+
+
+def nova() -> Iterator[str]:
+    e1, e2, e3, e4 = (json.loads((RESULTS / f"nova-e{number}.json").read_text()) for number in (1, 2, 3, 4))
+    alone = [e1["alone"]["encode_s"], e1["alone"]["prefill_s"], e1["alone"]["decode_s"]["1"]]
+    yield "{:.0f}, {:.0f} and {:.0f} ms".format(*(1000 * each for each in alone))
+    for stage, shown in (
+        ("encode", "most with {} beside an encoding (+{:.0f} %, which takes {:.2f} times as long)"),
+        ("prefill", "{} beside a prefill (+{:.0f} %, {:.2f} times)"),
+    ):
+        best = max(e1["splits"], key=lambda split: split[f"gain_{stage}"])
+        slower = best[f"{stage}_s"] / e1["alone"][f"{stage}_s"]
+        yield shown.format(best["decode_units"], 100 * best[f"gain_{stage}"], slower)
+    for title, policy in (("adaptive", "nova"), ("`multi_stream`", "multi_stream"), ("`pf_limit`", "pf_limit")):
+        runs = [e3[f"{policy} at load {load}"] for load in (0.55, 0.7)]
+        yield f"{title} {runs[0]['decode_batch']:.1f} and {runs[1]['decode_batch']:.1f}"
+        mean_s, most_s = runs[1]["average_s"], runs[1]["max_s"]
+        assert f"{mean_s:.2f}" in PAGES
+        assert f"{most_s:.1f}" in PAGES
+    heavy, beside = e3["nova at load 0.7"], e3["multi_stream at load 0.7"]
+    less = [100 * (1 - heavy[figure] / beside[figure]) for figure in ("average_s", "max_s")]
+    yield f"mean latency is {less[0]:.0f} % less than `multi_stream`'s, the maximum {less[1]:.0f} %"
+    for load in (0.55, 0.7):
+        assert f"{e4[f'adaptive at load {load}']['average_s']:.2f}" in PAGES
+    encoded = [f"{1000 * e2[each]['encode_s']:.1f}" for each in ("raw", "K=2 R=0", "K=3 R=0", "K=4 R=0", "K=5 R=0")]
+    yield f"{encoded[0]}; {', '.join(encoded[1:])} ms"
+
+
+CLAIMS = (
+    *(fig4, fig10, table2, fig2a, fig6a, fig6b, oracle, tiers, agents, companions, orbit, orbit_front),
+    *(mars, mars_tails, mars_fig8, mars_fig11, mars_fig13, plugin, nalar, nova),
+)
+
+
+@pytest.mark.parametrize("claims", CLAIMS, ids=lambda each: each.__name__)
+def test_the_pages_say_what_the_files_say(claims: Callable[[], Iterator[str]]) -> None:
+    """Each text is made of a file, as the page words it."""
+    wrong = [text for text in claims() if text not in PAGES]
+    assert not wrong
+
+
+def test_each_row_has_a_file_or_says_why_not() -> None:
+    """Its files exist, and they are among those that the section is said to be from."""
+    sections = re.split(r"^## ", TEXT, flags=re.MULTILINE)
+    tables = [
+        (section, row)
+        for section in sections
+        for row in section.partition("| In the paper | Ours | The paper | Verdict |\n")[2]
+        .partition("\n\n")[0]
+        .splitlines()[1:]
+    ]
+    assert len(tables) > 30
+    for section, row in tables:
+        first, ours, _theirs, verdict = (cell.strip() for cell in row.strip("|").split("|"))
+        files = re.findall(r"[\w-]+\.json", ours)
+        assert (
+            files or "not made" in ours or "*input*" in ours or verdict.startswith(("nothing to measure", "[`mars`]"))
+        ), first
+        for name in files:
+            assert (RESULTS / name).exists(), name
+            said = " ".join(re.findall(r"<!-- figures: ([^>]*) -->", section))
+            assert name in said or name.removesuffix("-runs.json") + ".json" in said, (first, name)
