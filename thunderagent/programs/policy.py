@@ -432,6 +432,9 @@ class View(Protocol):
         0 if nothing should be held there, and where its size or its prices are unknown; infinite if all should be.
         """
 
+    def may_overfill(self, replica_id: str) -> bool:
+        """Return whether one program more than fits helps there: nothing is held, and lost tokens cost little."""
+
     @property
     def growth_tokens_per_s(self) -> float:
         """Learned growth rate of a program that is not paused; infinite until learned."""

@@ -1495,6 +1495,10 @@ class SchedulerView:
             return 0.0
         return self._core.knowledge.holding(replica_id, account, self._book.now_s).threshold_s
 
+    def may_overfill(self, replica_id: str) -> bool:
+        """See `View`."""
+        return self._core.knowledge.last_plan(replica_id).may_overfill
+
     @property
     def growth_tokens_per_s(self) -> float:
         """See `View`."""

@@ -33,6 +33,10 @@ back at any time, and all claims cover what no turn has brought yet. There claim
 the engine gives up what was not used for longest. That is where an engine that holds nothing spends at most a quarter
 of its time on lost histories, even by the upper end of the price.
 
+**Filled.** Where nothing is held and a lost token costs that little, by the geometric mean of the price's ends, claims
+that all fit would leave a part of the memory unused, in which a turn could run. There one program more than fits is let
+in. It waits in the engine's own queue.
+
 **The threshold.** H is where one more second of holding no longer pays for all tools together. So one over the lowest
 return rate up to there is what a lost token is worth in seconds of holding; each tool is held by that. That is the
 break-even time b·C of an engine that is short of compute alone, less what the memory is worth.
@@ -106,6 +110,8 @@ class HoldingPlan(NamedTuple):
     """Predicted if nothing were held."""
     claimed_ratio: float = 1.0
     """How many times the memory may be claimed."""
+    may_overfill: bool = False
+    """Whether one program more than fits is let in, because turns alone should fill the memory."""
 
 
 NOTHING_HELD: Final = HoldingPlan(0.0, 0.0, 0.0)
@@ -120,13 +126,14 @@ def plan_holding(
     corrected_ratio: float = 1.0,
     own_ratio: float = 1.0,
     reserve_tokens: float = 0.0,
+    least_token_s: float = 0.0,
     most_token_s: float = inf,
 ) -> HoldingPlan:
     """Return for how long tools are best held on an engine with this memory.
 
     `corrected_ratio` of it can be claimed (`capacity.py`), `own_ratio` of what turns hold is not shared with others,
-    and a program that is held claims `reserve_tokens` besides. A prompt token costs at most `most_token_s`; if
-    that is little, claims may exceed the memory. Cost: O(intervals · bisections).
+    and a program that is held claims `reserve_tokens` besides. A prompt token costs from `least_token_s` to
+    `most_token_s`; if that is little, claims may exceed the memory. Cost: O(intervals · bisections).
     """
     held_tokens = own_ratio * means.held_tokens
     if memory_tokens <= 0 or memory_tokens == inf or means.count < ENOUGH_TURNS_COUNT or held_tokens <= 0:
@@ -151,7 +158,9 @@ def plan_holding(
         if predicted > best:
             best, threshold_s = predicted, SLACK_RATIO / lowest_per_s if lowest_per_s > 0 else inf
     if not threshold_s or best < HOLDING_GAIN_RATIO * unheld:
-        return HoldingPlan(0.0, unheld, unheld)
+        middle_token_s = (least_token_s * most_token_s) ** 0.5
+        is_cheap = 0.0 < unheld * middle_token_s * lost_tokens <= CHEAP_LOSS_RATIO
+        return HoldingPlan(0.0, unheld, unheld, may_overfill=is_cheap)
     return HoldingPlan(threshold_s, best, unheld, exceeding_ratio)
 
 

@@ -268,6 +268,7 @@ class Knowledge:
                 corrected_ratio=1.0 if correction is None else correction.ratio,
                 own_ratio=account.own_ratio,
                 reserve_tokens=self._turn_tokens,
+                least_token_s=price.least_token_s,
                 most_token_s=price.most_token_s if self._rules.adapt_capacity else inf,
             )
             self._plans[replica_id] = (now_s + REFRESH_S, plan)

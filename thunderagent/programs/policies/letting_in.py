@@ -35,6 +35,7 @@ class LettingIn:
     """Holds, ranks and places programs, lets them in, and relieves replicas, by the settings of `breakeven`."""
 
     __slots__ = (
+        "_last_ratio",
         "foresight_ratio",
         "high_ratio",
         "hold_ratio",
@@ -60,6 +61,8 @@ class LettingIn:
         self.foresight_ratio = foresight_ratio
         self.pass_count = pass_count
         self.wait_ratio = wait_ratio
+        self._last_ratio = max(0.0, min(1.0, high_ratio) - low_ratio)
+        """Above `low_ratio`, up to where one more is let in on a replica that is to be filled."""
 
     def hold_s(self, view: SchedulerView, program: Program) -> float:
         """Return until when the program's tool returns more often than once in the break-even time."""
@@ -262,20 +265,28 @@ class LettingIn:
         needed_tokens = float(view.claim_tokens_on(program, replica))
         grown_tokens = foreseen_tokens(view, program, replica, self.foresight_ratio) if foresees else 0.0
         needed_tokens += min(program.growth_tokens, grown_tokens)
+        if view.may_overfill(replica.replica_id):
+            needed_tokens = -self._last_ratio * replica.account.limit_tokens
         return needed_tokens, self._free_tokens(replica.account, grown_tokens), grown_tokens
 
     def kept_tokens(self, view: SchedulerView, program: Program, replica: Replica) -> float:
         """Return what must stay free on a replica when a program comes: above the watermark, and for growth.
 
-        That is its own growth, too, if it is foreseen. None of it is needed where no turn runs.
+        That is its own growth, too, if it is foreseen. None of it is needed where no turn runs. It is negative where
+        the program may exceed the memory.
         """
         account = replica.account
         if not account.turn_count or account.limit_tokens == inf:
             return 0.0
-        kept_tokens = (1.0 - self.low_ratio) * account.limit_tokens
+        grown_tokens = 0.0
         if self._foresees(view, program):
             grown_tokens = foreseen_tokens(view, program, replica, self.foresight_ratio)
+        kept_tokens = (1.0 - self.low_ratio) * account.limit_tokens
+        if view.may_overfill(replica.replica_id):
+            kept_tokens -= view.claim_tokens_on(program, replica) + self._last_ratio * account.limit_tokens
+        else:
             kept_tokens += min(program.growth_tokens, grown_tokens)
+        if grown_tokens:
             kept_tokens += min(account.growth_tokens, account.active_count * grown_tokens)
         return kept_tokens
 
@@ -360,6 +371,8 @@ class LettingIn:
         """Pause, then mark, until all unmarked claims are under the high watermark; unmark where there is room."""
         account = replica.account
         limit_tokens, marked_tokens = self.high_ratio * account.limit_tokens, account.marked_tokens
+        if view.may_overfill(replica.replica_id) and (last := view.first_to_mark(replica)) is not None:
+            limit_tokens += last.claim_tokens
         if account.demand_tokens - marked_tokens > limit_tokens:
             view.propose_pause_until(replica, limit_tokens, Reason.THRASHING, 1)
             while account.demand_tokens - account.marked_tokens > limit_tokens and account.active_count != 1:

@@ -56,7 +56,9 @@ class RoomReport(Report):
 
     replica_id: str
     free_tokens: int | None = Field(description="what nobody claims; less than 0 if more is claimed than there is")
-    kept_tokens: int = Field(description="what the policy keeps free of that, mostly for programs to grow")
+    kept_tokens: int = Field(
+        description="what the policy keeps free of that, mostly for growth; negative where one more than fits may come"
+    )
     needed_tokens: int = Field(description="what the program would add, without what others there claim already")
     missing_tokens: int = Field(description="what is needed and kept, less what is free")
     growth_tokens: int = Field(description="what programs there are expected to grow by, and this one if it is new")

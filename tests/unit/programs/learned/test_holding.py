@@ -137,6 +137,21 @@ def test_nothing_more_is_claimed_where_nothing_is_held() -> None:
     assert (planned.threshold_s, planned.claimed_ratio) == (0.0, 1.0)
 
 
+@pytest.mark.parametrize(
+    ("least_token_s", "most_token_s", "is_filled"),
+    [(1e-6, 1e-6, True), (1e-6, 5e-6, True), (1e-6, 1e-4, False), (0.0, 1e-6, False), (1e-6, inf, False)],
+)
+def test_one_more_than_fits_is_let_in_where_nothing_is_held_and_little_is_lost(
+    least_token_s: float, most_token_s: float, is_filled: bool
+) -> None:
+    """Ninety turns a second lose 1,000 tokens each: at 2.8 us a quarter of the time. A price without an end says no."""
+    planned = plan(CHEAP, least_token_s=least_token_s, most_token_s=most_token_s)
+    assert (planned.threshold_s, planned.may_overfill) == (0.0, is_filled)
+    held = plan(EVEN, least_token_s=least_token_s, most_token_s=most_token_s)
+    assert held.threshold_s > 0.0
+    assert not held.may_overfill
+
+
 @pytest.mark.parametrize("costs", [DEAR, CHEAP])
 def test_programs_that_never_come_back_are_not_held(costs: EngineCosts) -> None:
     planned = plan(costs, returns=Returns((1.0, 10.0), (0.0, 0.0), (0.0, 0.0), 100.0))
@@ -388,11 +403,11 @@ def test_without_a_price_nobody_is_held() -> None:
 
 
 def test_turns_alone_fill_the_memory_where_holding_does_not_pay() -> None:
-    """No more is let in than fits: an engine that runs out of memory computes turns twice."""
+    """Five fit. One more waits in the engine's own queue, so that no memory is unused there."""
     driver = restarted(1e-6)
     assert driver.scheduler.view.hold_threshold_s("r0") == 0.0
     turns = [driver.arrives(f"p{number}", 1500) for number in range(12)]
-    assert [turn in driver.granted_on for turn in turns].count(True) == 5
+    assert [turn in driver.granted_on for turn in turns].count(True) == 6
     driver.finishes(turns[0], 1500)
     assert turns[5] in driver.granted_on
 

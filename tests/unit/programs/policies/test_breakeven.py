@@ -633,6 +633,27 @@ def test_up_to_the_low_watermark_programs_are_let_in_and_above_the_high_one_paus
     assert driver.ticks(1.0) == [Pause("a", "r0", Reason.THRASHING)]
 
 
+FILLED = HoldingPlan(0.0, 1.0, 1.0, may_overfill=True)
+
+
+@pytest.mark.parametrize(("high_ratio", "let_in"), [(1.0, "abc"), (0.9, "ab")])
+def test_where_turns_alone_fill_the_memory_the_last_may_exceed_it(high_ratio: float, let_in: str) -> None:
+    """Until the high watermark is reached, whatever one needs; and nobody is paused for that."""
+    driver = driver_with(low_ratio=0.8, high_ratio=high_ratio)
+    driver.scheduler.knowledge._plans["r0"] = (inf, FILLED)
+    turns = {name: driver.arrives(name, tokens) for name, tokens in (("a", 480), ("b", 480), ("c", 300), ("d", 10))}
+    assert [name for name, turn in turns.items() if not driver.held(turn)] == list(let_in)
+    assert of_kind(Mark, driver.ticks(1.0)) == []
+    missing_tokens = sum({"a": 480, "b": 480, "c": 300}[name] for name in let_in) - 1000 * high_ratio
+    view, held = driver.scheduler.view, driver.program("d")
+    replica = driver.scheduler.replicas["r0"]
+    kept_tokens = driver.scheduler.policy.kept_tokens(view, held, replica)
+    assert 10 + kept_tokens - (1000 - driver.demand()) == pytest.approx(missing_tokens)
+    driver.finishes(turns["a"], 480)
+    driver.releases("a")
+    assert not driver.held(turns["d"])
+
+
 def test_first_those_go_who_expired() -> None:
     """They go though they are the oldest."""
     driver = driver_with(hold_ratio=holds_for(3.0))

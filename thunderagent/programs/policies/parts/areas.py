@@ -43,6 +43,12 @@ REMEMBERED_COUNT: Final = 1000.0
 FEW_COUNT: Final = 64
 """So many waits that are over may be kept, and as many as there are that are not."""
 
+DRAINING_COUNT: Final = 4
+"""So many programs ended since the last one came: this is the end of a batch."""
+
+DRAINING_DIVISOR: Final = 16.0
+"""How much shorter the bound of a wait is then."""
+
 MOST_COUNT: Final = 1e9
 """More than is ever counted: what is taken in from a file is checked."""
 
@@ -62,10 +68,12 @@ class Areas:
         "_contexts_tokens",
         "_due",
         "_ended",
+        "_ended_count",
         "_ends",
         "_grown_count",
         "_grown_tokens",
         "_known_count",
+        "_newest_s",
         "_news_count",
         "_overdue",
         "_passed",
@@ -90,6 +98,10 @@ class Areas:
         self._grown_count = 1.0
         self._passed_counts: dict[str, int] = {}
         """How many turns of each program are known to have been passed: one that is tried again is passed once."""
+        self._newest_s = -inf
+        """When the last program came."""
+        self._ended_count = 0
+        """How many ended since."""
         self._waits: dict[str, tuple[float, float]] = {}
         """Since when and in which rank programs wait."""
         self._overdue: dict[str, float] = {}
@@ -112,6 +124,8 @@ class Areas:
                 return since_s - self._waited_s.get(program_id, 0.0)
             wait = self._waits.get(program_id)
             if wait is None or wait[0] != since_s:
+                if program.opened_s > self._newest_s:
+                    self._newest_s, self._ended_count = program.opened_s, 0
                 wait = self._waits[program_id] = since_s, self._rank_now(program)
                 self._expect(program_id, since_s)
             return wait[1]
@@ -195,6 +209,8 @@ class Areas:
     def turn_granted(self, program: Program, turn: Turn, held_s: float) -> None:
         """Learn how many turns programs have, and forget that this one waited."""
         program_id = program.program_id
+        if program.opened_s > self._newest_s:
+            self._newest_s, self._ended_count = program.opened_s, 0
         self._waits.pop(program_id, None)
         self._overdue.pop(program_id, None)
         if held_s and not program.in_flight:  # the first of the turns that waited together: it waited longest
@@ -214,6 +230,7 @@ class Areas:
         turn_count = program.turn_count
         for known in (self._contexts_tokens, self._passed_counts, self._waits, self._overdue, self._waited_s):
             known.pop(program.program_id, None)
+        self._ended_count += 1
         if turn_count:
             self._ended[min(bisect_left(ENDS_COUNT, turn_count), len(ENDS_COUNT) - 1)] += 1
         if fsum(self._ended) > REMEMBERED_COUNT:
@@ -242,7 +259,10 @@ class Areas:
     def _look_for_overdue(self, view: SchedulerView) -> None:
         """Rank those anew who waited for too long. Cost: O(1), and O(log n) for each wait that began."""
         due = self._due
-        before_s = view.now_s - times(self._bound_ratio, view.median_residence_s)
+        bound_ratio = self._bound_ratio
+        if self._ended_count >= DRAINING_COUNT:
+            bound_ratio /= DRAINING_DIVISOR
+        before_s = view.now_s - times(bound_ratio, view.median_residence_s)
         while due and due[0][0] < before_s:
             _, program_id, since_s = heappop(due)
             wait = self._waits.get(program_id)

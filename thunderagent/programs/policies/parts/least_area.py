@@ -31,6 +31,10 @@ median time of programs comes before all others, the longest wait first. So in s
 for no longer than that: otherwise a large program that loses its claim again and again would wait as long each time.
 Only then does a rank change while a program waits, whatever is learned meanwhile. This is checked whenever a turn or a
 program ends, and so before there is room.
+
+**The end of a batch.** Once some programs ended and none came, as at the end of a rollout, the bound is a sixteenth of
+that. What counts then is when the last one ends, and the ones that are behind would run their tools alone, beside empty
+engines.
 """
 
 from __future__ import annotations
@@ -51,7 +55,8 @@ class LeastArea(Order):
     """Rank by the index; programs that waited `bound_ratio` times the median residence in all come first."""
 
     bound_ratio: float = 4.0
-    """A program that waited this many median residences in all comes before all. `inf`: never; `0`: longest wait first.
+    """A program that waited this many median residences in all comes before all; a sixteenth of it as a batch ends.
+    `inf`: never; `0`: longest wait first.
     """
     begun_ratio: float = 0.5
     """What a program counts that lost its claim. Lower it if programs are often paused in the middle."""
