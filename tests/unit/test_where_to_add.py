@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -199,12 +200,17 @@ print(driver.held(waits))
 
 
 ROOT = PACKAGE.parent
-CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+
+
+@cache
+def contributing() -> str:
+    """Return the page; it is not there where these tests' helpers run on a copy of the package."""
+    return (ROOT / "CONTRIBUTING.md").read_text()
 
 
 def decisions() -> dict[str, list[tuple[str, list[str]]]]:
     """Return, by question, the files in which it is decided, each with the names that are said to be there."""
-    table = CONTRIBUTING.partition("| Question | Decided in `thunderagent/` |\n|---|---|\n")[2].partition("\n\n")[0]
+    table = contributing().partition("| Question | Decided in `thunderagent/` |\n|---|---|\n")[2].partition("\n\n")[0]
     found: dict[str, list[tuple[str, list[str]]]] = {}
     for row in table.splitlines():
         question, answer = (cell.strip() for cell in row.strip("|").split("|"))
@@ -234,7 +240,7 @@ def test_what_is_decided_is_decided_there(question: str) -> None:
 
 def test_the_field_of_a_turn_is_added_as_shown() -> None:
     """What the diff takes away is there once, and the field would be the last one: gateways read by position."""
-    diff = CONTRIBUTING.partition("```diff\n")[2].partition("```")[0]
+    diff = contributing().partition("```diff\n")[2].partition("```")[0]
     path, removed, touched = "", [], []
     for line in diff.splitlines():
         if line.startswith(" "):
@@ -245,7 +251,7 @@ def test_the_field_of_a_turn_is_added_as_shown() -> None:
     assert len(touched) == 3
     assert [(path, line) for path, line in removed if (PACKAGE / path).read_text().count(f"{line}\n") != 1] == []
     assert all((PACKAGE / path).is_file() for path in touched)
-    assert "is the last one of `TurnAsk`" in CONTRIBUTING
+    assert "is the last one of `TurnAsk`" in contributing()
 
 
 def test_every_file_that_is_named_exists() -> None:
@@ -255,10 +261,10 @@ def test_every_file_that_is_named_exists() -> None:
         for top in ("thunderagent", "tests", "scripts")
         for path in (ROOT / top).rglob("*.py")
     ]
-    named = set(re.findall(r"`([\w/]+\.py)`", CONTRIBUTING))
+    named = set(re.findall(r"`([\w/]+\.py)`", contributing()))
     assert len(named) > 20
     assert [name for name in named if not any(path.endswith(f"/{name}") for path in files)] == []
     rooms = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
     assert [
-        room for room in rooms if f"`thunderagent/{room}/" not in CONTRIBUTING and f"`{room}/`" not in CONTRIBUTING
+        room for room in rooms if f"`thunderagent/{room}/" not in contributing() and f"`{room}/`" not in contributing()
     ] == []
