@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -199,18 +198,13 @@ print(driver.held(waits))
     assert run_there(core.parents[1], program) == "True\n"
 
 
-ROOT = PACKAGE.parent
-
-
-@cache
-def contributing() -> str:
-    """Return the page; it is not there where these tests' helpers run on a copy of the package."""
-    return (ROOT / "CONTRIBUTING.md").read_text()
+ROOT = Path(__file__).parents[2]  # not of the package, of which these tests make copies
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 
 
 def decisions() -> dict[str, list[tuple[str, list[str]]]]:
     """Return, by question, the files in which it is decided, each with the names that are said to be there."""
-    table = contributing().partition("| Question | Decided in `thunderagent/` |\n|---|---|\n")[2].partition("\n\n")[0]
+    table = CONTRIBUTING.partition("| Question | Decided in `thunderagent/` |\n|---|---|\n")[2].partition("\n\n")[0]
     found: dict[str, list[tuple[str, list[str]]]] = {}
     for row in table.splitlines():
         question, answer = (cell.strip() for cell in row.strip("|").split("|"))
@@ -240,7 +234,7 @@ def test_what_is_decided_is_decided_there(question: str) -> None:
 
 def test_the_field_of_a_turn_is_added_as_shown() -> None:
     """What the diff takes away is there once, and the field would be the last one: gateways read by position."""
-    diff = contributing().partition("```diff\n")[2].partition("```")[0]
+    diff = CONTRIBUTING.partition("```diff\n")[2].partition("```")[0]
     path, removed, touched = "", [], []
     for line in diff.splitlines():
         if line.startswith(" "):
@@ -251,7 +245,7 @@ def test_the_field_of_a_turn_is_added_as_shown() -> None:
     assert len(touched) == 3
     assert [(path, line) for path, line in removed if (PACKAGE / path).read_text().count(f"{line}\n") != 1] == []
     assert all((PACKAGE / path).is_file() for path in touched)
-    assert "is the last one of `TurnAsk`" in contributing()
+    assert "is the last one of `TurnAsk`" in CONTRIBUTING
 
 
 def test_every_file_that_is_named_exists() -> None:
@@ -261,10 +255,10 @@ def test_every_file_that_is_named_exists() -> None:
         for top in ("thunderagent", "tests", "scripts")
         for path in (ROOT / top).rglob("*.py")
     ]
-    named = set(re.findall(r"`([\w/]+\.py)`", contributing()))
+    named = set(re.findall(r"`([\w/]+\.py)`", CONTRIBUTING))
     assert len(named) > 20
     assert [name for name in named if not any(path.endswith(f"/{name}") for path in files)] == []
     rooms = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
     assert [
-        room for room in rooms if f"`thunderagent/{room}/" not in contributing() and f"`{room}/`" not in contributing()
+        room for room in rooms if f"`thunderagent/{room}/" not in CONTRIBUTING and f"`{room}/`" not in CONTRIBUTING
     ] == []
