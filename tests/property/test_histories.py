@@ -145,7 +145,8 @@ def test_no_callback_sees_a_sum_that_is_half_booked() -> None:
         pytest.param(
             "thunderagent",
             "state/book.py",
-            "        if to is not self.ended:  # nobody asks how many have ended\n            to.enter(program, now_s)\n",
+            "        if to is not self.ended:  # nobody asks how many have ended\n"
+            "            to.enter(program, now_s)\n",
             "        program.place = to\n",
             "programs miscounted",
             id="there, and still counted where it was",
