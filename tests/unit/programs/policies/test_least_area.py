@@ -297,23 +297,30 @@ def test_turns_that_wait_together_wait_once() -> None:
 
 def test_programs_that_waited_longest_go_first_as_a_batch_ends() -> None:
     """Small ones go first as long as programs come; once four ended and none came, a sixteenth of the bound counts."""
-    for newcomers_count in (0, 1):
+    for programs_come in (False, True):
         driver = one_at_a_time(bound_ratio=64.0)
         for number in range(8):  # the median residence is a second, so the bound is a minute
             turn_id = driver.arrives(f"first{number}", 500)
             driver.passes(1.0)
             driver.finishes(turn_id, 500)
             driver.releases(f"first{number}")
-        driver.arrives("small0", 500)
-        large = driver.arrives("large", 50_000)
-        for number in range(1, 10):
-            driver.arrives(f"small{number}", 500)
-        for number in range(6):
+        sizes = {"large": 50_000, **{f"small{number}": 500 for number in range(10)}}
+        for name, tokens in sizes.items():
+            driver.takes_turn(name, tokens)
+            driver.scheduler.core.pause(driver.program(name), Reason.IDLE)
+        driver.arrives("holder", 10)
+        turns = {name: driver.arrives(name, tokens + 10) for name, tokens in sizes.items()}
+        driver.releases("holder")
+        for number in range(8):
             driver.passes(1.0)
-            driver.releases(f"small{number}")
-            for newcomer in range(newcomers_count):
-                driver.arrives(f"newcomer{number}-{newcomer}", 600)
-        assert driver.held(large) == (newcomers_count > 0)
+            running = next(name for name, turn in turns.items() if not driver.held(turn))
+            if running == "large":
+                break
+            del turns[running]
+            if programs_come:
+                driver.arrives(f"comes{number}", 60_000)
+            driver.releases(running)
+        assert ("large" not in turns or not driver.held(turns["large"])) is not programs_come
 
 
 def test_waits_that_are_over_are_forgotten_though_nobody_is_ever_overdue() -> None:

@@ -44,7 +44,8 @@ FEW_COUNT: Final = 64
 """So many waits that are over may be kept, and as many as there are that are not."""
 
 DRAINING_COUNT: Final = 4
-"""So many programs ended since the last one came: this is the end of a batch."""
+DRAINING_RATIO: Final = 0.25
+"""Once so many programs, and this part of those that are left, ended since the last one came or began, a batch ends."""
 
 DRAINING_DIVISOR: Final = 16.0
 """How much shorter the bound of a wait is then."""
@@ -99,9 +100,9 @@ class Areas:
         self._passed_counts: dict[str, int] = {}
         """How many turns of each program are known to have been passed: one that is tried again is passed once."""
         self._newest_s = -inf
-        """When the last program came."""
+        """When the last program came that had to wait."""
         self._ended_count = 0
-        """How many ended since."""
+        """How many ended since, and since the last one began."""
         self._waits: dict[str, tuple[float, float]] = {}
         """Since when and in which rank programs wait."""
         self._overdue: dict[str, float] = {}
@@ -209,8 +210,8 @@ class Areas:
     def turn_granted(self, program: Program, turn: Turn, held_s: float) -> None:
         """Learn how many turns programs have, and forget that this one waited."""
         program_id = program.program_id
-        if program.opened_s > self._newest_s:
-            self._newest_s, self._ended_count = program.opened_s, 0
+        if not program.turn_count:
+            self._ended_count = 0
         self._waits.pop(program_id, None)
         self._overdue.pop(program_id, None)
         if held_s and not program.in_flight:  # the first of the turns that waited together: it waited longest
@@ -260,7 +261,7 @@ class Areas:
         """Rank those anew who waited for too long. Cost: O(1), and O(log n) for each wait that began."""
         due = self._due
         bound_ratio = self._bound_ratio
-        if self._ended_count >= DRAINING_COUNT:
+        if self._ended_count >= max(DRAINING_COUNT, DRAINING_RATIO * len(self._passed_counts)):
             bound_ratio /= DRAINING_DIVISOR
         before_s = view.now_s - times(bound_ratio, view.median_residence_s)
         while due and due[0][0] < before_s:

@@ -32,9 +32,9 @@ for no longer than that: otherwise a large program that loses its claim again an
 Only then does a rank change while a program waits, whatever is learned meanwhile. This is checked whenever a turn or a
 program ends, and so before there is room.
 
-**The end of a batch.** Once some programs ended and none came, as at the end of a rollout, the bound is a sixteenth of
-that. What counts then is when the last one ends, and the ones that are behind would run their tools alone, beside empty
-engines.
+**The end of a batch.** Once some programs ended and none came or began, as at the end of a rollout, the bound is a
+sixteenth of that. What counts then is when the last one ends, and the ones that are behind would run their tools alone,
+beside empty engines.
 """
 
 from __future__ import annotations
