@@ -68,12 +68,6 @@ async def test_every_command_of_the_tutorial_shows_what_it_says(tmp_path: Path) 
             assert (await client.get("/dashboard")).status_code == 200
 
 
-def test_the_loop_of_the_tutorial_is_that_of_the_example() -> None:
-    """The page shows what runs."""
-    (loop,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    assert loop in (ROOT / "docs" / "examples" / "agents.py").read_text()
-
-
 @pytest.mark.nightly
 @pytest.mark.timeout(400)
 async def test_the_agents_of_the_tutorial_gain_by_scheduling(tmp_path: Path) -> None:
