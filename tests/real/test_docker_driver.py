@@ -340,14 +340,16 @@ CONTENT = (
     '[ -f "$f" ] && [ ! -L "$f" ] && md5sum < "$f"; done; stat -c \'%A\' /root; ls /bin/yes 2>&1'
 )
 # All that a program could leave for the next: each file with its content, what is mounted, who listens, variables of
-# the first process and of a new one, and who runs. Three files differ by the engine's doing, and the times to live.
+# the first process and of a new one, and who runs besides this. Three files differ by the engine's doing, and the times
+# to live.
 INVENTORY = (
     "find / -xdev ! -path '/proc/*' ! -path '/sys/*' ! -path /etc/hosts ! -path /etc/hostname "
     "! -path /etc/resolv.conf | sort | while read -r f; do stat -c '%n %A %u %g %N' \"$f\"; "
     '[ -f "$f" ] && [ ! -L "$f" ] && md5sum < "$f"; done; ls -A /dev/shm /dev/mqueue; '
     "cut -d' ' -f2,3 /proc/mounts; cat /proc/net/tcp* /proc/net/udp* /proc/net/unix | wc -l; "
     "tr '\\0' '\\n' < /proc/1/environ | grep -v HOSTNAME; env | grep -v HOSTNAME; "
-    "ps -o args | grep -vE 'sh -c|ps -o|find|sort|sed|PID|COMMAND' | sed 's/[0-9]//g' | sort"
+    'ps -o pid,ppid,args | awk -v own=$$ \'NR > 1 && $1 != own && $2 != own { $1 = $2 = ""; '
+    'gsub(/[0-9]/, ""); print }\' | sort'
 )
 MISCHIEF = (
     "echo SECRET > /secret; echo SECRET > /repo/src/file9; rm -rf /repo/src/file1; echo SECRET >> /etc/hosts;"
