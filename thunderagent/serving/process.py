@@ -25,7 +25,7 @@ FREED_BYTES = 64 * 2**20
 That and half of it, for a single piece, are what glibc itself grows to, if large pieces are freed first. With less, a
 body of 8 MB allocated each page again, and blocked the event loop for 45 ms instead of 15.
 """
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 """Parameters of `mallopt`, as numbered in glibc's malloc.h."""
 
 
@@ -41,10 +41,13 @@ def keep_freed_memory() -> None:
     """Let the allocator keep some freed memory.
 
     Otherwise a body of 400 KB took memory from the system and gave it back with each turn: half the cost of carrying
-    it. Pieces larger than half of that go back at once. Allocators other than glibc's are left alone.
+    it. Pieces larger than half of that go back at once. All threads share what is kept: with an arena of its own each
+    of those that read large bodies kept as much again, so an event of 12 MB once took 89 MB. Allocators other than
+    glibc's are left alone.
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_ARENA_MAX, 1)
         mallopt(_TRIM_THRESHOLD, FREED_BYTES)
         mallopt(_MMAP_THRESHOLD, FREED_BYTES // 2)
 

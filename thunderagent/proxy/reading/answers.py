@@ -25,7 +25,7 @@ from thunderagent.proxy.reading.dialects.openai import ChoicesReader
 from thunderagent.proxy.reading.dialects.structs import AnswerErrorFields, Calls
 from thunderagent.proxy.reading.dialects.tool_calls import StreamToolCalls, key_of, may_call
 from thunderagent.proxy.reading.json_cost import MIN_LISTED_COUNT, is_cheap, is_readable
-from thunderagent.proxy.reading.sse import UNREADABLE, data_of, end_of_last_event, events_in
+from thunderagent.proxy.reading.sse import UNREADABLE, Unfinished, data_of, end_of_last_event, events_in
 
 MAX_EVENT_BYTES: Final = 16 * 2**20
 """A stream with a longer event is relayed without looking for events any more."""
@@ -250,7 +250,7 @@ def begins_well(events: bytes) -> bool:
 
 def says_something(events: bytes) -> bool:
     """Return whether the begin of a stream has a whole event that is no comment, and no mere announcement."""
-    end = end_of_last_event(events, 0)
+    end = end_of_last_event(events)
     for event in events_in(events[:end]):
         data = data_of(event)
         if data and not _ANNOUNCES(data):
@@ -275,7 +275,6 @@ class StreamUsage:
     """
 
     __slots__ = (
-        "_carry",
         "_decompress",
         "_is_read",
         "_last_choice",
@@ -286,8 +285,8 @@ class StreamUsage:
         "error",
         "events_count",
         "last_events",
-        "pending_bytes",
         "reader",
+        "unfinished",
     )
 
     def __init__(
@@ -313,9 +312,7 @@ class StreamUsage:
         self._decompress = None if is_plain else decompressor(content_encoding, MAX_EVENT_BYTES)
         self._is_read = is_plain or self._decompress is not None
         self._take_out = take_out and is_plain
-        self._carry = b""
-        self.pending_bytes = 0
-        """Size of the incomplete event."""
+        self.unfinished = Unfinished()
         self._last_choice = b""
         self.events_count = 0
         self.last_events = b""
@@ -326,8 +323,8 @@ class StreamUsage:
         """Take the next bytes of the stream, and return what the client gets now."""
         if not self._is_read:
             return piece
-        whole = piece
-        if self._decompress is not None or self._carry or not piece.endswith(b"\n\n"):  # most pieces are whole events
+        whole = piece  # as most are
+        if self._decompress is not None or self.unfinished.kept or not piece.endswith(b"\n\n"):
             found = self._completed(piece)
             if found is None:
                 return piece
@@ -365,24 +362,22 @@ class StreamUsage:
             except zlib.error:
                 self._is_read = False
                 return None
-        data = self._carry + plain if self._carry else plain
-        end = end_of_last_event(data, max(0, len(self._carry) - 3))
-        whole, self._carry = data[:end], data[end:]
-        if len(self._carry) > MAX_EVENT_BYTES:
-            self._is_read, whole, self._carry = False, data, b""
-        self.pending_bytes = len(self._carry)
+        whole = self.unfinished.completed(plain)
+        if len(self.unfinished.kept) > MAX_EVENT_BYTES:
+            self._is_read = False
+            whole += self.unfinished.rest()
         return whole
 
     def rest(self) -> bytes:
         """Return what is left to relay when the stream has ended: an incomplete event."""
-        rest, self._last_choice, self._carry, self.pending_bytes = self._last_choice + self._carry, b"", b"", 0
+        rest, self._last_choice = self._last_choice + self.unfinished.rest(), b""
         return rest if self._take_out else b""
 
     def broken_off(self) -> bytes:
         """Return what is left to relay when the stream broke off, so that our own event can follow."""
         if self._take_out:
             return self._last_choice
-        return b"\n\n" if self._carry else b""
+        return b"\n\n" if self.unfinished.kept else b""
 
     def _without_usage(self, whole: bytes) -> bytes:
         """Return the events without the one that only we asked for."""

@@ -36,7 +36,7 @@ from thunderagent.proxy.reading.capture_structs import (
     read_sglext,
 )
 from thunderagent.proxy.reading.json_splice import set_value
-from thunderagent.proxy.reading.sse import UNREADABLE, data_of, end_of_last_event, events_in
+from thunderagent.proxy.reading.sse import UNREADABLE, Unfinished, data_of, events_in
 from thunderagent.rollouts.tokens import text_of_ids, text_of_list
 
 CHAT: Final = "/v1/chat/completions"
@@ -324,7 +324,6 @@ class Capture:
 
     __slots__ = (
         "_asked",
-        "_carry",
         "_generated",
         "_ids",
         "_kind",
@@ -334,6 +333,7 @@ class Capture:
         "_streams",
         "_takes_usual",
         "_takes_usual_whole",
+        "_unfinished",
         "kept",
     )
 
@@ -343,7 +343,7 @@ class Capture:
         self._path = path
         self._asked = asked
         self._streams = streams
-        self._carry = b""
+        self._unfinished = Unfinished()
         self._generated = b""
         self._passes = False
         self._takes_usual_whole = kind == "vllm" and asked.ids_added and path in (CHAT, COMPLETIONS)
@@ -419,24 +419,21 @@ class Capture:
     @property
     def pending_bytes(self) -> int:
         """Size of the incomplete event."""
-        return len(self._carry)
+        return len(self._unfinished.kept)
 
     def feed(self, piece: bytes) -> bytes:
         """Take the next bytes of a stream, and return what the client gets now: whole events."""
         if self._passes:
             return piece
-        data = self._carry + piece if self._carry else piece
-        end = end_of_last_event(data, max(0, len(self._carry) - 3))
-        whole, self._carry = data[:end], data[end:]
-        if len(self._carry) > MAX_PENDING_BYTES:
+        whole = self._unfinished.completed(piece)
+        if len(self._unfinished.kept) > MAX_PENDING_BYTES:
             self._passes, self.kept.is_unreadable = True, True
-            whole, self._carry = data, b""
-            return whole
+            return whole + self._unfinished.rest()
         return b"".join([self._take_event(event) for event in events_in(whole)]) if whole else b""
 
     def rest(self) -> bytes:
         """Return what is left when the stream has ended: an incomplete event."""
-        rest, self._carry = self._carry, b""
+        rest = self._unfinished.rest()
         self._read_usual()
         if self._generated:
             self._keep_generated(self._generated)

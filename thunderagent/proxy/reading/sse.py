@@ -13,16 +13,52 @@ UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding an engine's bytes may raise; unreadable data is ignored."""
 
 _EVENT_ENDS: Final[tuple[bytes, ...]] = (b"\n\n", b"\n\r\n", b"\r\r")
+_SEAM_BYTES: Final = 2
+"""One less than the longest end: it may lie across two pieces."""
 _LINE: Final = re.compile(rb"[^\r\n]+")
 LARGE_EVENT_BYTES: Final = 2**18
 _BLANK_LINE: Final = re.compile(rb"\n\r?\n|\r\r")
 
 
-def end_of_last_event(data: bytes, start: int) -> int:
-    """Return the offset past the last blank line at or after `start`, 0 if there is none."""
-    if data.endswith(b"\n\n", start):  # as most pieces do
+def end_of_last_event(data: bytes) -> int:
+    """Return the offset past the last blank line, 0 if there is none."""
+    if data.endswith(b"\n\n"):  # as most pieces do
         return len(data)
-    return max((at + len(end) for end in _EVENT_ENDS if (at := data.rfind(end, start)) >= 0), default=0)
+    return max((at + len(end) for end in _EVENT_ENDS if (at := data.rfind(end)) >= 0), default=0)
+
+
+class Unfinished:
+    """The begin of an event that has not ended: a stream is split into pieces anywhere.
+
+    It grows in place, however many pieces an event comes in: an event of megabytes costs what it is long.
+    """
+
+    __slots__ = ("kept",)
+
+    def __init__(self) -> None:
+        """Start before the first byte."""
+        self.kept = bytearray()
+
+    def completed(self, piece: bytes) -> bytes:
+        """Return the events that are whole with this piece, and keep the rest."""
+        kept = self.kept
+        if not kept:
+            end = end_of_last_event(piece)
+            kept += piece[end:]
+            return piece[:end]
+        seen = bytes(kept[-_SEAM_BYTES:]) + piece
+        kept += piece
+        rest_bytes = len(seen) - end_of_last_event(seen)
+        if rest_bytes == len(seen):
+            return b""
+        whole = bytes(memoryview(kept)[: len(kept) - rest_bytes])
+        self.kept = kept[len(whole) :]
+        return whole
+
+    def rest(self) -> bytes:
+        """Return what is kept, and keep nothing."""
+        rest, self.kept = bytes(self.kept), bytearray()
+        return rest
 
 
 def events_in(whole: bytes) -> list[bytes]:
