@@ -278,17 +278,9 @@ class LettingIn:
         account = replica.account
         if not account.turn_count or account.limit_tokens == inf:
             return 0.0
-        grown_tokens = 0.0
-        if self._foresees(view, program):
-            grown_tokens = foreseen_tokens(view, program, replica, self.foresight_ratio)
-        kept_tokens = (1.0 - self.low_ratio) * account.limit_tokens
-        if view.may_overfill(replica.replica_id):
-            kept_tokens -= view.claim_tokens_on(program, replica) + self._last_ratio * account.limit_tokens
-        else:
-            kept_tokens += min(program.growth_tokens, grown_tokens)
-        if grown_tokens:
-            kept_tokens += min(account.growth_tokens, account.active_count * grown_tokens)
-        return kept_tokens
+        needed_tokens, free_tokens, _ = self._measure(view, program, replica, self._foresees(view, program))
+        unused_tokens = account.limit_tokens - account.demand_tokens
+        return unused_tokens - free_tokens + needed_tokens - view.claim_tokens_on(program, replica)
 
     def _foresees(self, view: SchedulerView, program: Program) -> bool:
         """Return whether a program leaves room for growth: a newcomer does if memory is short."""

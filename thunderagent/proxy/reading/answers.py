@@ -23,9 +23,9 @@ import msgspec
 from thunderagent.proxy.reading.dialects.base import NO_USAGE, Completion, Dialect, KeepId, Usage, UsageReader
 from thunderagent.proxy.reading.dialects.openai import ChoicesReader
 from thunderagent.proxy.reading.dialects.structs import AnswerErrorFields, Calls
-from thunderagent.proxy.reading.dialects.tool_calls import StreamToolCalls, key_of, may_call
+from thunderagent.proxy.reading.dialects.tool_calls import CALL_MARKS, StreamToolCalls, key_of, may_call
 from thunderagent.proxy.reading.json_cost import MIN_LISTED_COUNT, is_cheap, is_readable
-from thunderagent.proxy.reading.sse import UNREADABLE, Unfinished, data_of, end_of_last_event, events_in
+from thunderagent.proxy.reading.sse import UNREADABLE, completed, data_of, end_of_last_event, events_in
 
 MAX_EVENT_BYTES: Final = 16 * 2**20
 """A stream with a longer event is relayed without looking for events any more."""
@@ -138,6 +138,10 @@ class AnswerError(NamedTuple):
     is_abort: bool = False
 
 
+ERROR_MARKS: Final[tuple[bytes, ...]] = (b"error", b'"abort"', b'failed"')
+"""What all data have that may hold an error."""
+
+
 def error_of_body(body: bytes) -> AnswerError | None:
     """Return the error of a whole answer; None if it has none, or cannot be read at a cost like its size."""
     if not may_hold_error(body) or not is_cheap(body):
@@ -245,7 +249,10 @@ def begins_well(events: bytes) -> bool:
     first = events.find(b"\n\n")
     if first < 0 or not events.startswith(b"data: {") or _ANNOUNCES(events, 0, first) is not None:
         return False
-    return events.find(b"error") < 0 and events.find(b'"abort"') < 0 and events.find(b'failed"') < 0
+    for mark in ERROR_MARKS:  # noqa: SIM110 - a generator costs a call for each mark
+        if events.find(mark) >= 0:
+            return False
+    return True
 
 
 def says_something(events: bytes) -> bool:
@@ -258,7 +265,7 @@ def says_something(events: bytes) -> bool:
     return False
 
 
-_MARKS: Final[tuple[bytes, ...]] = (b"error", b'"abort"', b'failed"', b"```", b'"tool_', b'_call"')
+_MARKS: Final = ERROR_MARKS + CALL_MARKS
 """What events have that may hold an error, or a call; most have none of it."""
 
 
@@ -281,12 +288,12 @@ class StreamUsage:
         "_listener",
         "_mark",
         "_take_out",
+        "begun",
         "calls",
         "error",
         "events_count",
         "last_events",
         "reader",
-        "unfinished",
     )
 
     def __init__(
@@ -312,7 +319,8 @@ class StreamUsage:
         self._decompress = None if is_plain else decompressor(content_encoding, MAX_EVENT_BYTES)
         self._is_read = is_plain or self._decompress is not None
         self._take_out = take_out and is_plain
-        self.unfinished = Unfinished()
+        self.begun = bytearray()
+        """The incomplete event."""
         self._last_choice = b""
         self.events_count = 0
         self.last_events = b""
@@ -324,7 +332,7 @@ class StreamUsage:
         if not self._is_read:
             return piece
         whole = piece  # as most are
-        if self._decompress is not None or self.unfinished.kept or not piece.endswith(b"\n\n"):
+        if self._decompress is not None or self.begun or not piece.endswith(b"\n\n"):
             found = self._completed(piece)
             if found is None:
                 return piece
@@ -362,22 +370,24 @@ class StreamUsage:
             except zlib.error:
                 self._is_read = False
                 return None
-        whole = self.unfinished.completed(plain)
-        if len(self.unfinished.kept) > MAX_EVENT_BYTES:
+        whole = completed(self.begun, plain)
+        if len(self.begun) > MAX_EVENT_BYTES:
             self._is_read = False
-            whole += self.unfinished.rest()
+            whole += self.begun
+            self.begun.clear()
         return whole
 
     def rest(self) -> bytes:
         """Return what is left to relay when the stream has ended: an incomplete event."""
-        rest, self._last_choice = self._last_choice + self.unfinished.rest(), b""
+        rest, self._last_choice = self._last_choice + self.begun, b""
+        self.begun.clear()
         return rest if self._take_out else b""
 
     def broken_off(self) -> bytes:
         """Return what is left to relay when the stream broke off, so that our own event can follow."""
         if self._take_out:
             return self._last_choice
-        return b"\n\n" if self.unfinished.kept else b""
+        return b"\n\n" if self.begun else b""
 
     def _without_usage(self, whole: bytes) -> bytes:
         """Return the events without the one that only we asked for."""

@@ -36,7 +36,7 @@ from thunderagent.proxy.reading.capture_structs import (
     read_sglext,
 )
 from thunderagent.proxy.reading.json_splice import set_value
-from thunderagent.proxy.reading.sse import UNREADABLE, Unfinished, data_of, events_in
+from thunderagent.proxy.reading.sse import UNREADABLE, completed, data_of, events_in
 from thunderagent.rollouts.tokens import text_of_ids, text_of_list
 
 CHAT: Final = "/v1/chat/completions"
@@ -324,6 +324,7 @@ class Capture:
 
     __slots__ = (
         "_asked",
+        "_begun",
         "_generated",
         "_ids",
         "_kind",
@@ -333,7 +334,6 @@ class Capture:
         "_streams",
         "_takes_usual",
         "_takes_usual_whole",
-        "_unfinished",
         "kept",
     )
 
@@ -343,7 +343,7 @@ class Capture:
         self._path = path
         self._asked = asked
         self._streams = streams
-        self._unfinished = Unfinished()
+        self._begun = bytearray()
         self._generated = b""
         self._passes = False
         self._takes_usual_whole = kind == "vllm" and asked.ids_added and path in (CHAT, COMPLETIONS)
@@ -419,21 +419,24 @@ class Capture:
     @property
     def pending_bytes(self) -> int:
         """Size of the incomplete event."""
-        return len(self._unfinished.kept)
+        return len(self._begun)
 
     def feed(self, piece: bytes) -> bytes:
         """Take the next bytes of a stream, and return what the client gets now: whole events."""
         if self._passes:
             return piece
-        whole = self._unfinished.completed(piece)
-        if len(self._unfinished.kept) > MAX_PENDING_BYTES:
+        whole = completed(self._begun, piece)
+        if len(self._begun) > MAX_PENDING_BYTES:
             self._passes, self.kept.is_unreadable = True, True
-            return whole + self._unfinished.rest()
+            whole += self._begun
+            self._begun.clear()
+            return whole
         return b"".join([self._take_event(event) for event in events_in(whole)]) if whole else b""
 
     def rest(self) -> bytes:
         """Return what is left when the stream has ended: an incomplete event."""
-        rest = self._unfinished.rest()
+        rest = bytes(self._begun)
+        self._begun.clear()
         self._read_usual()
         if self._generated:
             self._keep_generated(self._generated)

@@ -27,38 +27,25 @@ def end_of_last_event(data: bytes) -> int:
     return max((at + len(end) for end in _EVENT_ENDS if (at := data.rfind(end)) >= 0), default=0)
 
 
-class Unfinished:
-    """The begin of an event that has not ended: a stream is split into pieces anywhere.
+def completed(begun: bytearray, piece: bytes) -> bytes:
+    """Return the events of a stream that are whole with its next piece; `begun` keeps the one that is not.
 
     It grows in place, however many pieces an event comes in: an event of megabytes costs what it is long.
     """
-
-    __slots__ = ("kept",)
-
-    def __init__(self) -> None:
-        """Start before the first byte."""
-        self.kept = bytearray()
-
-    def completed(self, piece: bytes) -> bytes:
-        """Return the events that are whole with this piece, and keep the rest."""
-        kept = self.kept
-        if not kept:
-            end = end_of_last_event(piece)
-            kept += piece[end:]
-            return piece[:end]
-        seen = bytes(kept[-_SEAM_BYTES:]) + piece
-        kept += piece
-        rest_bytes = len(seen) - end_of_last_event(seen)
-        if rest_bytes == len(seen):
-            return b""
-        whole = bytes(memoryview(kept)[: len(kept) - rest_bytes])
-        self.kept = kept[len(whole) :]
-        return whole
-
-    def rest(self) -> bytes:
-        """Return what is kept, and keep nothing."""
-        rest, self.kept = bytes(self.kept), bytearray()
-        return rest
+    if not begun:
+        end = end_of_last_event(piece)
+        begun += piece[end:]
+        return piece[:end]
+    seen = bytes(begun[-_SEAM_BYTES:]) + piece
+    begun += piece
+    end = end_of_last_event(seen)
+    if not end:
+        return b""
+    whole_bytes = len(begun) - (len(seen) - end)
+    with memoryview(begun) as view:
+        whole = bytes(view[:whole_bytes])
+    del begun[:whole_bytes]
+    return whole
 
 
 def events_in(whole: bytes) -> list[bytes]:

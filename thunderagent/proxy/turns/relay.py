@@ -311,7 +311,7 @@ class _Streamed:
             self._lease.progressed(self.events.events_count)
             self._progress_at_s = now_s + PROGRESS_PERIOD_S
         size_bytes = len(piece) * MOST_EXPANSION if self._expands else len(piece)
-        pending_bytes = len(self.events.unfinished.kept)
+        pending_bytes = len(self.events.begun)
         if self._recording is not None:
             pending_bytes += self._recording.pending_bytes
         if pending_bytes + size_bytes > LARGE_BODY_BYTES or (

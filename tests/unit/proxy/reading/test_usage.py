@@ -288,4 +288,4 @@ def test_a_small_body_that_would_unpack_to_a_huge_one_is_not_read() -> None:
     assert decoded(packed, "gzip") is None
     stream = StreamUsage(take_out=False, content_encoding="gzip")
     assert stream.feed(packed) == packed
-    assert not stream.unfinished.kept
+    assert not stream.begun

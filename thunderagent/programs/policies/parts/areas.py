@@ -74,7 +74,6 @@ class Areas:
         "_grown_count",
         "_grown_tokens",
         "_known_count",
-        "_newest_s",
         "_news_count",
         "_overdue",
         "_passed",
@@ -99,8 +98,6 @@ class Areas:
         self._grown_count = 1.0
         self._passed_counts: dict[str, int] = {}
         """How many turns of each program are known to have been passed: one that is tried again is passed once."""
-        self._newest_s = -inf
-        """When the last program came that had to wait."""
         self._ended_count = 0
         """How many ended since, and since the last one began."""
         self._waits: dict[str, tuple[float, float]] = {}
@@ -125,8 +122,8 @@ class Areas:
                 return since_s - self._waited_s.get(program_id, 0.0)
             wait = self._waits.get(program_id)
             if wait is None or wait[0] != since_s:
-                if program.opened_s > self._newest_s:
-                    self._newest_s, self._ended_count = program.opened_s, 0
+                if not program.turn_count:  # it comes
+                    self._ended_count = 0
                 wait = self._waits[program_id] = since_s, self._rank_now(program)
                 self._expect(program_id, since_s)
             return wait[1]

@@ -162,6 +162,10 @@ class StreamToolCalls:
             self._calls[index] = (known_name or name or "", _head(known_arguments + arguments))
 
 
+CALL_MARKS: Final[tuple[bytes, ...]] = (b"```", b'"tool_', b'_call"')
+"""What all data have that may hold a call: tool_calls, tool_use, function_call, shell_call, or one in a text."""
+
+
 def may_call(data: bytes) -> bool:
     """Return whether there may be a call to read; a few searches, for every chunk of every stream."""
     if data.find(b"`") >= 0 and b"```" in data:  # the first search is many times faster, and usually enough
