@@ -510,7 +510,7 @@ class Runtime:
 
         `outcome` says how it ended: `success`, `failure`, or empty.
         """
-        lives = self.lives(program_id, generation)
+        lives = program_id in self.pools.programs if generation is None else self.lives(program_id, generation)
         if lives or self._is_refused(program_id):
             self._writer.dispatch(ProgramReleased(self.now_s(), program_id, generation, outcome))
         return lives

@@ -24,7 +24,7 @@ from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.policies.composed import Composed
 from thunderagent.programs.policies.parts.areas import ENDS_COUNT
 from thunderagent.programs.policies.parts.least_area import LeastArea
-from thunderagent.programs.policies.parts.orders import Fcfs
+from thunderagent.programs.policies.parts.simple import Fcfs
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.runtime import Runtime
 from thunderagent.runtime.learned_state import (

@@ -23,7 +23,7 @@ from thunderagent.programs.messages import (
 )
 from thunderagent.proxy.fleet.known import KnownReplica
 from thunderagent.scale.gateway.fleet import RemoteFleet
-from thunderagent.scale.gateway.refusals import error_of
+from thunderagent.scale.gateway.remote import error_of
 from thunderagent.scale.messages import Refusal, RemoteReplica, Replicas
 from thunderagent.scaling import _Fleet
 

@@ -80,15 +80,12 @@ class Growth:
         self._program_count += 1
         self._turn_count = self._turn_count * FORGETTING_RATIO**turn_count + turn_count
         self._whole_tokens = self._whole_tokens * FORGETTING_RATIO**turn_count + larger_tokens
-        self._say_size()
+        if self._program_count >= ENOUGH_PROGRAMS_COUNT and self._turn_count:
+            self.whole_tokens = self._whole_tokens / self._turn_count
 
     def _say_speed(self) -> None:
         if self._growths.total >= ENOUGH_TURNS_COUNT and self._cycle_s > 0:
             self.tokens_per_s = self._grown_tokens / self._cycle_s
-
-    def _say_size(self) -> None:
-        if self._program_count >= ENOUGH_PROGRAMS_COUNT and self._turn_count:
-            self.whole_tokens = self._whole_tokens / self._turn_count
 
     @property
     def is_empty(self) -> bool:
@@ -120,7 +117,8 @@ class Growth:
         self._whole_tokens = record.whole_tokens
         self._grown_tokens, self._cycle_s = record.grown_tokens, record.cycle_s
         self._say_speed()
-        self._say_size()
+        if record.program_count >= ENOUGH_PROGRAMS_COUNT and record.turn_count:
+            self.whole_tokens = record.whole_tokens / record.turn_count
 
     def turn_tokens(self, ratio: float, default_tokens: int) -> int:
         """Return what a turn adds at most in `ratio` of all cases, prompt and answer."""

@@ -25,10 +25,7 @@ from thunderagent.programs.policies.papers.plas import Atlas, Plas
 from thunderagent.programs.policies.papers.thunderagent import ThunderAgent
 from thunderagent.programs.policies.papers.thunderagent_released import ThunderAgentReleased
 from thunderagent.programs.policies.parts.least_area import LeastArea
-from thunderagent.programs.policies.parts.orders import Fcfs, ShortestFirst
-from thunderagent.programs.policies.parts.program_age import ProgramAge
-from thunderagent.programs.policies.parts.victims import Largest, Youngest
-from thunderagent.programs.policies.parts.window import Window
+from thunderagent.programs.policies.parts.simple import Fcfs, Largest, ProgramAge, ShortestFirst, Window, Youngest
 from thunderagent.programs.policy import (
     Admission,
     EnginePriority,

@@ -51,9 +51,9 @@ from math import inf
 from typing import Any, ClassVar
 
 from thunderagent.errors import ConfigurationError
+from thunderagent.programs.policies.helpers import check_not_negative
 from thunderagent.programs.policies.letting_in import LettingIn
 from thunderagent.programs.policies.parts.least_area import LeastArea
-from thunderagent.programs.policies.setting_checks import check_not_negative
 from thunderagent.programs.policy import (
     HINT_RATIO,
     ClaimRules,

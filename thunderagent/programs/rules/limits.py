@@ -111,9 +111,8 @@ class Limits:
 
     def turn_came(self, program: Program) -> None:
         """Note that the program has a turn here again."""
-        quiet = self._quiet_of.get(program.tenant)
-        if quiet is not None and program in quiet:
-            del quiet[program]
+        if (quiet := self._quiet_of.get(program.tenant)) is not None:
+            quiet.pop(program, None)
         self._watched.discard(program)
 
     def watch(self, program: Program) -> None:
@@ -140,12 +139,24 @@ class Limits:
 
     def opened(self, program: Program) -> None:
         """Count a program for its tenant."""
-        self._count(program.tenant, 1)
+        tenant = program.tenant
+        self._counts[tenant] = count = self._counts.get(tenant, 0) + 1
+        self._by_count.add(tenant, -count)
 
     def ended(self, program: Program) -> None:
-        """Stop counting a program."""
-        self.turn_came(program)
-        self._count(program.tenant, -1)
+        """Stop counting a program, and watching it."""
+        tenant = program.tenant
+        self._watched.discard(program)
+        count = self._counts[tenant] - 1
+        if count:
+            self._counts[tenant] = count
+            self._by_count.add(tenant, -count)
+            if (quiet := self._quiet_of.get(tenant)) is not None:
+                quiet.pop(program, None)
+        else:
+            del self._counts[tenant]
+            self._quiet_of.pop(tenant, None)
+            self._by_count.discard(tenant)
 
     def name_tenant(self, program: Program, tenant: str) -> None:
         """Assign a program without a tenant to one."""
@@ -192,16 +203,6 @@ class Limits:
         if self._has_all_it_may(tenant):
             return self.longest_quiet(tenant)
         return self.longest_quiet(self.largest_tenant) or self.longest_quiet(tenant)
-
-    def _count(self, tenant: str, more_count: int) -> None:
-        count = self._counts.get(tenant, 0) + more_count
-        if count:
-            self._counts[tenant] = count
-            self._by_count.add(tenant, -count)
-        else:
-            del self._counts[tenant]
-            self._quiet_of.pop(tenant, None)
-            self._by_count.discard(tenant)
 
     # --- what is over -----------------------------------------------------------------------------------------------
 

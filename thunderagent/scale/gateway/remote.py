@@ -24,7 +24,7 @@ from time import monotonic
 
 import structlog
 
-from thunderagent.errors import ShuttingDownError
+from thunderagent.errors import ShuttingDownError, ThunderAgentError
 from thunderagent.leases import UNBOUNDED, Lease, TurnAsk, TurnEnd
 from thunderagent.leases.open_lease import OpenLease
 from thunderagent.programs.messages import TurnProgressed, TurnStarted, TurnUnverified
@@ -32,7 +32,6 @@ from thunderagent.scale.gateway.carried import CarriedTurns
 from thunderagent.scale.gateway.failing_open import FailingOpen
 from thunderagent.scale.gateway.fleet import RemoteFleet
 from thunderagent.scale.gateway.known import KnownProgram, KnownPrograms
-from thunderagent.scale.gateway.refusals import error_of
 from thunderagent.scale.messages import (
     Digest,
     Frame,
@@ -389,3 +388,22 @@ class RemoteRuntime:
                 await self._no_lease_left.wait()
         except TimeoutError:
             log.warning("grace_period_over", leases_count=self.leases_count, grace_s=self.settings.grace_s)
+
+
+def error_of(refusal: Refusal) -> ThunderAgentError:
+    """Return the error of a scheduler's refusal."""
+    error = _ERRORS.get(refusal.code, ThunderAgentError)(refusal.message)
+    error.retry_after_s = refusal.retry_after_s
+    return error
+
+
+def _all_errors(of: type[ThunderAgentError]) -> dict[str, type[ThunderAgentError]]:
+    found = {of.code: of}
+    for each in of.__subclasses__():
+        if each.__init__ is ThunderAgentError.__init__:
+            found = {**_all_errors(each), **found}
+    return found
+
+
+_ERRORS = _all_errors(ThunderAgentError)
+"""Errors created from their message alone, by code."""

@@ -14,7 +14,7 @@ from thunderagent.programs.messages import Grant, Hold, Mark, Pause, Reason, Res
 from thunderagent.programs.policies.breakeven import BreakEven
 from thunderagent.programs.policies.composed import Composed
 from thunderagent.programs.policies.letting_in import LONGEST_HOLD_S
-from thunderagent.programs.policies.parts.orders import Fcfs
+from thunderagent.programs.policies.parts.simple import Fcfs
 from thunderagent.programs.policy import Order, Policy
 
 TOKEN_S = FIRST_TOKEN_S

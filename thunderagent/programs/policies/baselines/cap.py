@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from thunderagent.programs.messages import Reason
-from thunderagent.programs.policies.helpers import home_of, restore_waiting, without_routed_before
-from thunderagent.programs.policies.setting_checks import check_whole_from_one
+from thunderagent.programs.policies.helpers import check_whole_from_one, home_of, restore_waiting, without_routed_before
 from thunderagent.programs.policy import Moment, Placement, Policy, ProgramView, ReplicaView, View
 from thunderagent.programs.state.program import Status
 

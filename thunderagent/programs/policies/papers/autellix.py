@@ -19,9 +19,8 @@ from math import inf
 from typing import ClassVar
 
 from thunderagent.programs.messages import Reason, Signal
-from thunderagent.programs.policies.helpers import home_of, restore_waiting
+from thunderagent.programs.policies.helpers import check_not_negative, home_of, restore_waiting
 from thunderagent.programs.policies.papers.plas import Plas
-from thunderagent.programs.policies.setting_checks import check_not_negative
 from thunderagent.programs.policy import (
     ClaimRules,
     Moment,

@@ -30,7 +30,7 @@ from typing import ClassVar
 
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.messages import ProgramEnd, Reason, Signal, ToolEnd, ToolStart, WindowUpdate
-from thunderagent.programs.policies.setting_checks import check_whole_from_one
+from thunderagent.programs.policies.helpers import check_whole_from_one
 from thunderagent.programs.policy import Admission, Moment, ProgramView, View
 from thunderagent.programs.state.ranked_set import RankedSet
 

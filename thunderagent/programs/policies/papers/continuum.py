@@ -40,9 +40,13 @@ from typing import ClassVar
 
 from thunderagent.programs.messages import GpuSubmit, ProgramEnd, Reason, Signal, ToolEnd, ToolStart
 from thunderagent.programs.policies.fitting import Fitting
-from thunderagent.programs.policies.helpers import restore_waiting, restore_waiting_for, worth_a_look
-from thunderagent.programs.policies.parts.program_age import ProgramAge
-from thunderagent.programs.policies.setting_checks import check_not_negative
+from thunderagent.programs.policies.helpers import (
+    check_not_negative,
+    restore_waiting,
+    restore_waiting_for,
+    worth_a_look,
+)
+from thunderagent.programs.policies.parts.simple import ProgramAge
 from thunderagent.programs.policy import ClaimRules, Moment, Placement, Policy, ProgramView, ReplicaView, View
 from thunderagent.programs.state.program import Status
 

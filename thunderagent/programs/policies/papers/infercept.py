@@ -34,8 +34,7 @@ from typing import ClassVar
 
 from thunderagent.programs.messages import Reason
 from thunderagent.programs.policies.fitting import Fitting
-from thunderagent.programs.policies.helpers import restore_waiting, worth_a_look
-from thunderagent.programs.policies.setting_checks import check_not_negative
+from thunderagent.programs.policies.helpers import check_not_negative, restore_waiting, worth_a_look
 from thunderagent.programs.policy import ClaimRules, Moment, Placement, Policy, ProgramView, ReplicaView, View
 from thunderagent.programs.state.program import Phase
 

@@ -40,6 +40,7 @@ from typing import ClassVar
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.messages import Reason, Signal
 from thunderagent.programs.policies.helpers import (
+    check_not_negative,
     home_of,
     largest_capacity_tokens,
     times,
@@ -48,7 +49,6 @@ from thunderagent.programs.policies.helpers import (
 )
 from thunderagent.programs.policies.papers.mars_admission import MarsAdmission
 from thunderagent.programs.policies.papers.mars_priority import MarsOrder, MarsPriority, level_of
-from thunderagent.programs.policies.setting_checks import check_not_negative
 from thunderagent.programs.policy import ClaimRules, Moment, Placement, Policy, ProgramView, ReplicaView, View
 from thunderagent.programs.state.program import Status
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from thunderagent.programs.policies.setting_checks import check_whole_from_one
+from thunderagent.programs.policies.helpers import check_whole_from_one
 from thunderagent.programs.policy import EnginePriority, Order, ProgramView, View
 
 MAX_LENGTH_TOKENS = 2**16 - 1

@@ -32,7 +32,7 @@ from functools import partial
 
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.messages import GpuEnd, GpuFirstToken, GpuSubmit, ProgramEnd, Signal, ToolEnd, ToolStart
-from thunderagent.programs.policies.setting_checks import check_whole_from_one
+from thunderagent.programs.policies.helpers import check_whole_from_one
 from thunderagent.programs.policy import EnginePriority, Order, ProgramView, View
 from thunderagent.programs.state.program import Phase
 

@@ -31,8 +31,7 @@ from typing import ClassVar
 
 from thunderagent.errors import ConfigurationError
 from thunderagent.programs.messages import Reason
-from thunderagent.programs.policies.helpers import home_of
-from thunderagent.programs.policies.setting_checks import check_not_negative
+from thunderagent.programs.policies.helpers import check_not_negative, home_of
 from thunderagent.programs.policy import ClaimRules, Moment, Placement, Policy, ProgramView, ReplicaView, View
 from thunderagent.programs.state.program import Status
 

@@ -45,8 +45,8 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from thunderagent.programs.messages import LengthsRecord
+from thunderagent.programs.policies.helpers import check_not_negative
 from thunderagent.programs.policies.parts.areas import Areas
-from thunderagent.programs.policies.setting_checks import check_not_negative
 from thunderagent.programs.policy import Learner, Order, ProgramView
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from types import NoneType
 from typing import Any, Protocol
 
 from thunderagent.proxy.wire.http11.chunks import Chunks
@@ -61,6 +62,7 @@ class Lent(asyncio.Transport):
         super().__init__()
         self.get_extra_info = transport.get_extra_info  # type: ignore[method-assign]  # aiohttp asks five times
         self.is_closing = transport.is_closing  # type: ignore[method-assign]  # and this before each write
+        self.resume_reading = NoneType  # type: ignore[method-assign,assignment]  # and this twice, of what nobody paused
         self._lender = lender
         self._transport: asyncio.Transport | None = transport
         self._borrower: Borrower | None = borrower
@@ -107,6 +109,7 @@ class Lent(asyncio.Transport):
             return
         self._transport = self._borrower = None
         del self.is_closing
+        self.close = NoneType  # type: ignore[method-assign,assignment]  # aiohttp closes what it no longer has
         borrower.connection_lost(None)
         lender.answered(stays=stays)
 
@@ -161,6 +164,7 @@ class Lent(asyncio.Transport):
     def pause_reading(self) -> None:
         """Make the client wait."""
         if self._transport is not None:
+            self.__dict__.pop("resume_reading", None)
             self._lender.pause_reading()
 
     def resume_reading(self) -> None:
