@@ -91,6 +91,8 @@ class Turn(Struct, kw_only=True, array_like=True):
     cached_tokens: int | None = None
     salt: str = ""
     """What its engine was told to separate its cache by; empty if nothing."""
+    prefix: str = ""
+    """What became of its prompt if it was to be exact, as `reading/exact_prefix.py` says; empty if it was not."""
 
 
 class Rollout(Struct, kw_only=True, omit_defaults=True):
