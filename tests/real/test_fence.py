@@ -181,6 +181,6 @@ async def test_vllm_reuses_nothing_older_in_a_thousand_updates_under_load(
     assert max(map(max, cached.values())) > 100, "it has a cache that it uses"
     lags = [turn["changes_before"] - each[0]["changes_before"] for each in turns if each for turn in each]
     hits = sum(tokens > 0 for each in cached.values() for tokens in each)
-    print(f"{updates_count} updates, {len(lags)} turns of {len(found)} programs, {hits} with cached tokens, {len(cached)}")
-    print(f"numbers of weights, answers {dict(statuses)}, most lag {max(lags)}")
+    print(f"{updates_count} updates, {len(lags)} turns of {len(found)} programs, {hits} with cached tokens,")
+    print(f"{len(cached)} numbers of weights, answers {dict(statuses)}, most lag {max(lags)}")
     assert max(lags) == MAX_LAG_COUNT

@@ -28,6 +28,7 @@ from thunderagent.proxy.reading.capture import CHAT, Captured
 from thunderagent.proxy.reading.exact_prefix import Chat, Known, Prefix, Refused, answer_in, answer_of, exact
 from thunderagent.proxy.reading.json_splice import put_value
 from thunderagent.proxy.reading.outline import read_aside
+from thunderagent.rollouts.records import share_name
 from thunderagent.rollouts.tokens import UNREADABLE, text_of_ids, text_of_list
 
 PREFIX_HEADER: Final = istr("X-Program-Prefix")
@@ -165,9 +166,10 @@ class ExactPrefixes:
         of_program = self._known.get(program_id)
         if of_program is None or of_program.generation != granted.generation:
             self._forget(program_id)
-            of_program = self._known[program_id] = _OfProgram(tenant, granted.generation)
+            share = share_name(tenant, self._sums)
+            of_program = self._known[program_id] = _OfProgram(share, granted.generation)
         self._known.move_to_end(program_id)
-        self._count(tenant, of_program.add(key, known))
+        self._count(of_program.tenant, of_program.add(key, known))
         while self.size_bytes > self._max_bytes:
             most = max(self._sums, key=self._sums.__getitem__)
             self._forget(next(each for each, one in self._known.items() if one.tenant == most))
@@ -222,6 +224,7 @@ class _OfProgram:
 
     def __init__(self, tenant: str, generation: int) -> None:
         self.tenant = tenant
+        """Whose share of the memory it takes."""
         self.generation = generation
         self.size_bytes = 0
         self._known: OrderedDict[tuple[bytes, bytes], Known] = OrderedDict()
