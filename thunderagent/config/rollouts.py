@@ -40,6 +40,11 @@ class Rollouts(Slice):
     rollout_turns_count: int = Field(
         10_000, ge=1, description="turns of a program that are recorded with tokens; further ones without"
     )
+    rollout_prefix: Literal["supply", "asked"] | None = Field(
+        None,
+        description="send chats that go on with the exact tokens of the turn before, where an engine takes them and "
+        "they are certain: for all programs, or for those whose turns have X-Program-Prefix: supply; off by default",
+    )
     fence: Literal["start", "turn"] | None = Field(
         None,
         description="salt engines' caches by their weights, so that a program reuses nothing that is older than its "

@@ -57,6 +57,7 @@ from thunderagent.proxy.routing import (
 from thunderagent.proxy.turns.fence import Fence, FenceSettings
 from thunderagent.proxy.turns.flow import Turns, TurnSettings
 from thunderagent.proxy.turns.models import Models
+from thunderagent.proxy.turns.prefixes import MEMORY_RATIO, ExactPrefixes, PrefixCollector
 from thunderagent.proxy.turns.recording import Recording
 from thunderagent.proxy.turns.side_calls import SideCalls
 from thunderagent.proxy.watch.autoscaling import AutoscalingCollector
@@ -150,7 +151,7 @@ def build_app(
         websockets,
         sandboxes,
         judge,
-        partial(Recording, recorded, replicas) if recorded is not None else None,
+        partial(Recording, recorded, replicas, _prefixes(recorded, client, runtime, registry)) if recorded else None,
         Fence(fence, replicas, runtime, [runtime.abort_turns]) if fence is not None else None,
     )
     runtime.turn_aborters.append(flow.abort)
@@ -251,6 +252,18 @@ def _recorded(settings: RolloutSettings | None, runtime: Runtime, registry: Coll
     recorded = Rollouts(settings, runtime)
     registry.register(RolloutCollector(recorded))
     return recorded
+
+
+def _prefixes(
+    recorded: Rollouts, client: ReplicaClient, runtime: Runtime, registry: CollectorRegistry
+) -> ExactPrefixes | None:
+    """Return what makes exact prompts, with its metrics; None if nothing does."""
+    settings = recorded.settings
+    if settings.prefix is None:
+        return None
+    prefixes = ExactPrefixes(client, runtime, settings.prefix, int(MEMORY_RATIO * settings.memory_bytes))
+    registry.register(PrefixCollector(prefixes))
+    return prefixes
 
 
 def _stopping(breakers: Breakers) -> Callable[[web.Application], Awaitable[None]]:

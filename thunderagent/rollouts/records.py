@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Final, Literal
 
 import msgspec
@@ -16,11 +16,22 @@ from thunderagent.rollouts.tokens import from_planes
 SCHEMA: Final = 1
 """The version of the format; readers refuse others."""
 
+OWN_SHARES_COUNT: Final = 64
+"""Tenants with a share, and files, of their own; all further ones have one together: a client may name any number."""
+
+OTHERS: Final = "\x00others"
+"""The name of those; no tenant has it, since names have no control characters."""
+
 Link = Literal["root", "extends", "drift", "rewritten", "unknown"]
 """How a turn's prompt relates to earlier tokens of its program; see `lineage.py`."""
 
 Missing = Literal["", "no_ids", "no_logprobs", "unreadable", "too_large", "not_askable"]
 """Why a record lacks tokens, or log probabilities; empty if it lacks none."""
+
+
+def share_name(tenant: str, shares: Collection[str]) -> str:
+    """Return whose share a tenant's rollouts count for, if these have any now."""
+    return tenant if tenant in shares or len(shares) < OWN_SHARES_COUNT else OTHERS
 
 
 class Span(Struct, array_like=True, frozen=True):
@@ -91,6 +102,8 @@ class Turn(Struct, kw_only=True, array_like=True):
     cached_tokens: int | None = None
     salt: str = ""
     """What its engine was told to separate its cache by; empty if nothing."""
+    prefix: str = ""
+    """What became of its prompt if it was to be exact, as `reading/exact_prefix.py` says; empty if it was not."""
 
 
 class Rollout(Struct, kw_only=True, omit_defaults=True):

@@ -4,7 +4,8 @@ A file has one rollout after the other: its summary and its blocks, each with it
 thread. Nobody but the owner of the process may read it, since token ids are prompts.
 
 Each file is of one tenant, whose share is the whole divided by the tenants that have any. When the disk is short, the
-oldest file goes of the tenant that has most: one with no more than its share loses nothing to others.
+oldest file goes of the tenant that has most: one with no more than its share loses nothing to others. A client may name
+any number of tenants: those beyond `OWN_SHARES_COUNT` share files, and count as one.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from typing import Final
 
 from msgspec import Struct
 
-from thunderagent.rollouts.records import Rollout, decode_rollout, encode_rollout
+from thunderagent.rollouts.records import OTHERS, Rollout, decode_rollout, encode_rollout, share_name
 
 SEGMENT_BYTES: Final = 64 * 2**20
 _MAGIC: Final = b"TAROLL01"
+_OTHERS_MAGIC: Final = b"TAROLLS1"
+"""What a file begins with that several tenants share."""
 _SUFFIX: Final = ".rollouts"
 
 
@@ -45,10 +48,12 @@ class Segments:
         self._max_bytes = max_bytes
         self._segment_bytes = min(segment_bytes, max(1, max_bytes // 2))
         self._sizes = {int(path.name.removesuffix(_SUFFIX)): path.stat().st_size for path in self._files()}
-        self._tenants = {number: self._tenant_of(number) for number in self._sizes}
+        self._tenants: dict[int, str] = {}
+        """Whose each file is, which may be all others' together."""
         self._sums: dict[str, int] = {}
-        """What the files of each tenant take."""
+        """What the files of each of these take."""
         for number, size_bytes in self._sizes.items():
+            self._tenants[number] = share_name(self._tenant_of(number), self._sums)
             self._add(number, size_bytes)
         self._number = max(self._sizes, default=0)
         """The last that was given to a file."""
@@ -66,7 +71,10 @@ class Segments:
         return self._folder / f"{number:08}{_SUFFIX}"
 
     def _tenant_of(self, number: int) -> str:
-        """Return whose a file is, which its first rollout says."""
+        """Return whose a file is, which its first rollout says, if it is not shared."""
+        with self._path(number).open("rb") as file:
+            if file.read(len(_OTHERS_MAGIC)) == _OTHERS_MAGIC:
+                return OTHERS
         return next((rollout.tenant for rollout, _ in self._found_in(number)), "")
 
     def _add(self, number: int, size_bytes: int) -> None:
@@ -84,7 +92,7 @@ class Segments:
         If it cannot be written, nothing of it stays: what follows would stand elsewhere than is noted.
         """
         summary, body = encode_rollout(rollout), b"".join(_sized(block) for block in blocks)
-        data, tenant = _sized(summary) + len(body).to_bytes(8, "little") + body, rollout.tenant
+        data, tenant = _sized(summary) + len(body).to_bytes(8, "little") + body, share_name(rollout.tenant, self._sums)
         most_bytes = min(self._segment_bytes, self._max_bytes // (2 * len({*self._sums, tenant})))
         number = self._current.get(tenant)
         if number is None or self._sizes[number] + len(data) > most_bytes:
@@ -109,7 +117,7 @@ class Segments:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
         handle = os.open(self._path(self._number), flags, 0o600)
         try:
-            _write(handle, _MAGIC)
+            _write(handle, _OTHERS_MAGIC if tenant == OTHERS else _MAGIC)
         except OSError:
             os.close(handle)
             self._path(self._number).unlink(missing_ok=True)
@@ -176,7 +184,7 @@ class Segments:
 
     def _found_in(self, number: int) -> Iterator[tuple[Rollout, Stored]]:
         with self._path(number).open("rb") as file:
-            if file.read(len(_MAGIC)) != _MAGIC:
+            if file.read(len(_MAGIC)) not in (_MAGIC, _OTHERS_MAGIC):
                 return
             while (head := file.read(4)) and len(head) == 4:
                 summary = file.read(int.from_bytes(head, "little"))

@@ -6,7 +6,8 @@ If that is not enough, turns are recorded without their tokens, and their progra
 silently shorter.
 
 No tenant pushes another's rollouts out. The *share* of a tenant is the memory divided by the tenants that have any:
-one with no more than that loses nothing to others, and `RESERVED_RATIO` of the memory is for such tenants alone.
+one with no more than that loses nothing to others, and `RESERVED_RATIO` of the memory is for such tenants alone. All
+tenants beyond `OWN_SHARES_COUNT` have one share together: a client that makes up tenants takes no more than that.
 
 A program's rollout ends with the last of its turns: one that is still under way when the program ends is waited for.
 
@@ -30,7 +31,16 @@ from msgspec.structs import replace
 from thunderagent.programs.messages import TURN_VERDICTS, TurnVerdict
 from thunderagent.programs.state.program import ProgramVerdict
 from thunderagent.rollouts.lineage import Lineage, lineage_of
-from thunderagent.rollouts.records import Batch, Output, Rollout, SettledBatch, Turn, frame_of, turns_in
+from thunderagent.rollouts.records import (
+    Batch,
+    Output,
+    Rollout,
+    SettledBatch,
+    Turn,
+    frame_of,
+    share_name,
+    turns_in,
+)
 from thunderagent.rollouts.segments import Stored
 from thunderagent.rollouts.tokens import UNREADABLE, in_planes, packed_text
 
@@ -70,7 +80,7 @@ NOTHING: Final = Answered()
 
 
 class Share:
-    """What one tenant has in memory."""
+    """What one tenant has in memory, or those without a share of their own."""
 
     __slots__ = ("ended", "live_count", "read", "size_bytes")
 
@@ -102,6 +112,7 @@ class Entry:
         "sent",
         "settled_by",
         "settled_prompt",
+        "share_name",
         "size_bytes",
         "stored",
         "taken",
@@ -114,6 +125,8 @@ class Entry:
     def __init__(self, rollout: Rollout) -> None:
         """Begin without turns."""
         self.rollout = rollout
+        self.share_name = rollout.tenant
+        """Whose share it counts for: its tenant's own, or the common one."""
         self.lineage: Lineage | None = Lineage()
         """Its chains, if they are here; see `settled_by`."""
         self.settled_by = 0
@@ -313,6 +326,7 @@ class Table:
             entry = None
         if entry is None:
             self._live[template.program_id] = entry = Entry(replace(template, links={}))
+            entry.share_name = share_name(template.tenant, self._shares)
             self._share(entry).live_count += 1
             self._count(entry, entry.size_bytes)
         return entry
@@ -510,16 +524,17 @@ class Table:
         """Add an ended rollout that an earlier process left on disk."""
         entry = Entry(rollout)
         entry.lineage, entry.stored = None, stored
+        entry.share_name = share_name(rollout.tenant, self._shares)
         self._ended_count = max(self._ended_count, rollout.seq)
         self._keep(entry)
 
     # --- bounds
 
     def _share(self, entry: Entry) -> Share:
-        tenant: str = entry.rollout.tenant
-        share = self._shares.get(tenant)
+        name: str = entry.share_name
+        share = self._shares.get(name)
         if share is None:
-            share = self._shares[tenant] = Share()
+            share = self._shares[name] = Share()
         return share
 
     def _count(self, entry: Entry, size_bytes: int) -> None:
@@ -528,7 +543,7 @@ class Table:
         share = self._share(entry)
         share.size_bytes += size_bytes
         if not share.size_bytes and not share.live_count and not share.ended:
-            del self._shares[entry.rollout.tenant]
+            del self._shares[entry.share_name]
 
     def _measure(self, entry: Entry) -> None:
         size_bytes = entry.measure()

@@ -162,6 +162,7 @@ def rollout_settings_of(config: ServeConfig) -> RolloutSettings | None:
         disk_bytes=config.rollout_disk_bytes,
         keep_s=config.rollout_keep_s,
         turns_count=config.rollout_turns_count,
+        prefix=config.rollout_prefix,
     )
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from thunderagent.rollouts.lineage import MAX_CHAINS_COUNT, Lineage
 from thunderagent.rollouts.records import (
+    OWN_SHARES_COUNT,
     Output,
     Rollout,
     Span,
@@ -610,6 +611,54 @@ def test_tenant_with_no_more_than_its_share_of_the_disk_loses_nothing(tmp_path: 
     assert {len(each) for each in tenants.values()} == {1}
     assert set.union(*tenants.values()) == {"small", "large", *(f"other-{number}" for number in (1, 3, 0, 2, 4))}
     segments.close()
+
+
+def test_client_that_makes_up_tenants_gets_no_file_for_each(tmp_path: Path) -> None:
+    """Beyond some they share files and count as one, also after a restart: who was there before loses nothing."""
+    folder, max_bytes, block = tmp_path / "r", 1_000_000, [os.urandom(1000)]
+    segments, deleted, seq = Segments(folder, max_bytes), set[int](), 0
+
+    def write(tenant: str) -> Stored:
+        nonlocal seq
+        seq += 1
+        stored, gone = segments.append(rollout(f"p{seq}", seq=seq, tenant=tenant), block)
+        deleted.update(gone)
+        return stored
+
+    kept = [write("honest") for _ in range(5)]
+    for number in range(1500):
+        write(f"made-up-{number}")
+        if number == 500:
+            segments.close()
+            segments = Segments(folder, max_bytes)
+    assert deleted
+    assert segments.size_bytes <= max_bytes
+    assert not {each.segment for each in kept} & deleted
+    tenants: dict[int, set[str]] = {}
+    for found, stored in segments.found():
+        tenants.setdefault(stored.segment, set()).add(found.tenant)
+    assert len(tenants) <= len(list(folder.iterdir())) < 200
+    own = [next(iter(names)) for names in tenants.values() if len(names) == 1]
+    assert len(set(own)) <= OWN_SHARES_COUNT + 1
+    assert "honest" in own
+    segments.close()
+
+
+def test_client_that_makes_up_tenants_has_one_share_of_the_memory() -> None:
+    """Who was there before keeps what is within a share, and nothing is counted once all is gone."""
+    to = table(memory_bytes=2_000_000)
+    for number in range(3):
+        add(to, list(range(500)), [1], of=rollout(f"honest{number}", tenant="honest"))
+        to.ended(f"honest{number}", 1, "", 1.0)
+    for number in range(1500):
+        add(to, list(range(500)), [1], of=rollout(f"p{number}", tenant=f"made-up-{number}"))
+        to.ended(f"p{number}", 1, "", 2.0)
+    assert to.size_bytes <= 2_000_000
+    assert to.dropped_count > 0
+    assert all(to.find(f"honest{number}") is not None for number in range(3))
+    for entry in list(to.ended_after(0, group_id=None, tenant=None)):
+        to.drop(entry.rollout.seq, "it was deleted")
+    assert to.size_bytes == 0
 
 
 def test_day_of_turns_fits_on_one_disk_in_bounded_memory(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ _MEANT: Final = {
         word.lower(): f"X-Program-{word}"
         for word in (
             *("ID", "Branch", "Parent", "Final", "Tenant", "Outcome", "Class"),
-            *("Patience", "Limits", "Staleness", "Hint"),
+            *("Patience", "Limits", "Staleness", "Prefix", "Hint"),
             *(header.removeprefix(OUR_HEADERS) for header, _ in _TOLD.values()),
         )
     },

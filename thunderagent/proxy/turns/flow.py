@@ -346,11 +346,14 @@ class Turns:
                 headers["X-Session-ID"] = named.session_id
         if self._fence is not None:
             body = await self._fence.salted(record, granted, body)
-        if record.recording is not None:
-            body, headers = record.recording.ask(record, granted, body, headers)
+        recording = record.recording
+        is_exact = recording is not None and recording.prefixes is not None
+        if recording is not None and not is_exact:
+            body, headers = recording.ask(record, granted, body, headers)
         try:
             try:
-                send = forwarding.send if granted.engine_priority is None else forwarding.send_in_order
+                send: Any = forwarding.send if granted.engine_priority is None else forwarding.send_in_order
+                send = partial(self._send_exactly, send) if is_exact else send
                 upstream = await send(exchange, record, granted, headers, body)
             except ReplicaError as error:
                 lives, now_s = self._lives(record), self._leases.now_s()
@@ -373,6 +376,22 @@ class Turns:
         finally:
             if named is not None:
                 forwarding.left(record, granted, named, authorization)
+
+    async def _send_exactly(
+        self, send: Any, exchange: Exchange, record: Record, granted: Lease, headers: CIMultiDict[str], body: bytes
+    ) -> Answer:
+        """Send a turn with its exact prompt, if that is certain; as its client sent it if its engine refuses that."""
+        recording = record.recording
+        exact = await recording.supply(exchange.headers, record, granted, headers, body)
+        asked, told = recording.ask(record, granted, exact, headers)
+        upstream: Answer = await send(exchange, record, granted, told, asked)
+        if upstream.status != 400 or recording.supplied is None:
+            return upstream
+        recording.not_taken()
+        self._forwarding.unsent(record, granted, upstream)
+        asked, told = recording.ask(record, granted, body, headers)
+        again: Answer = await send(exchange, record, granted, told, asked)
+        return again
 
     def _goes_on(self, record: Record, granted: Lease, upstream: Answer, give_up_s: float) -> bool:
         """Return whether a turn asks for another lease, because its engine is full, or answered with an error."""

@@ -211,12 +211,16 @@ class Forwarding:
             raise
         if not priorities.is_refusal(answer):
             return upstream
-        upstream.close()
-        self._replicas.breakers.left(lease.replica_id, record.probe)
+        self.unsent(record, lease, upstream)
         upstream = await self.send(exchange, record, lease, headers, body)
         if upstream.status != 400:
             self._replicas.priorities.refused(lease.replica_id)
         return upstream
+
+    def unsent(self, record: Record, lease: Lease, upstream: Answer) -> None:
+        """Drop an answer: its turn is sent again, to the same replica, otherwise."""
+        upstream.close()
+        self._replicas.breakers.left(lease.replica_id, record.probe)
 
     async def send(
         self, exchange: Exchange, record: Record, lease: Lease, headers: CIMultiDict[str], body: bytes

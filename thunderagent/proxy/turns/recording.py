@@ -7,16 +7,20 @@ Nothing is decoded or compared on the turn's way: that is done later, or when so
 
 from __future__ import annotations
 
+from functools import partial
 from time import monotonic
 from typing import Final
 
 import structlog
-from multidict import CIMultiDict
+from multidict import CIMultiDict, CIMultiDictProxy
 
 from thunderagent.leases import Lease
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.reading.capture import Capture, Captured, ask
+from thunderagent.proxy.reading.exact_prefix import Chat, Refused
+from thunderagent.proxy.reading.outline import read_aside
 from thunderagent.proxy.reading.taken import Taken
+from thunderagent.proxy.turns.prefixes import Answered, ExactPrefixes, Supplied
 from thunderagent.proxy.turns.record import Record
 from thunderagent.proxy.watch.rollouts import Rollouts
 from thunderagent.proxy.wire.headers import REQUEST_ID
@@ -33,8 +37,17 @@ _WITH_MESSAGES: Final = frozenset({"/v1/chat/completions", "/v1/messages", "/v1/
 class Recording:
     """One turn on its way into its program's rollout."""
 
-    def __init__(self, rollouts: Rollouts, replicas: Replicas) -> None:
+    def __init__(self, rollouts: Rollouts, replicas: Replicas, prefixes: ExactPrefixes | None = None) -> None:
         """Record a turn that names a program."""
+        self.prefixes = prefixes
+        """What makes exact prompts, if anything does."""
+        self.supplied: Supplied | None = None
+        """The exact prompt that was sent."""
+        self._prefix = ""
+        self._chat: Chat | None = None
+        self._granted: Lease | None = None
+        self._pieces: list[bytes] = []
+        """Of a stream, as its client gets it; kept if the chat is."""
         self._rollouts = rollouts
         self._replicas = replicas
         self._began_at = rollouts.clock()
@@ -50,6 +63,35 @@ class Recording:
 
     # --- the way to the engine
 
+    async def supply(
+        self,
+        said: CIMultiDictProxy[str],
+        record: Record,
+        granted: Lease,
+        headers: CIMultiDict[str],
+        body: bytes,
+    ) -> bytes:
+        """Return the body with an exact prompt, if one is certain, and wanted by what its client `said`."""
+        assert self.prefixes is not None
+        self.supplied, self._prefix, self._granted = None, "", granted
+        known = self._replicas.known.get(granted.replica_id)
+        if known is None or not self.prefixes.supplies(said):
+            return body
+        try:
+            kind = known.endpoint.backend.kind if record.method == "POST" else ""
+            self.prefixes.check(kind, record.target.spelt)
+            if self._chat is None:
+                self._chat = await read_aside(partial(Chat, body), len(body))
+            self.supplied = await self.prefixes.supply(self._chat, kind, granted, headers, body)
+        except Refused as refused:
+            self._prefix = refused.why
+            return body
+        return self.supplied.body
+
+    def not_taken(self) -> None:
+        """Note that the engine refused a turn with an exact prompt: it gets it as its client sent it."""
+        self.supplied, self._prefix = None, "engine"
+
     def ask(
         self, record: Record, granted: Lease, body: bytes, headers: CIMultiDict[str]
     ) -> tuple[bytes, CIMultiDict[str]]:
@@ -57,7 +99,7 @@ class Recording:
         if self._entry is None:
             self._entry = self._entry_of(record, granted.generation)
             self._entry.rollout.granted_count += 1
-        self._capture, self._edited = None, None
+        self._capture, self._edited, self._pieces = None, None, []
         known = self._replicas.known.get(granted.replica_id)
         self._version, self._number = ("", 0) if known is None else (known.weight_version, known.weight_number)
         if known is None or record.method != "POST":
@@ -117,7 +159,12 @@ class Recording:
 
     def feed(self, piece: bytes) -> bytes:
         """Take the next bytes of a stream, and return what its client gets."""
-        return piece if self._capture is None else self._capture.feed(piece)
+        if self._capture is None:
+            return piece
+        fed = self._capture.feed(piece)
+        if self._chat is not None:
+            self._pieces.append(fed)
+        return fed
 
     def rest(self) -> bytes:
         """Return what is left when a stream has ended."""
@@ -174,6 +221,8 @@ class Recording:
             cached_tokens=cached_tokens,
             salt=record.salt,
         )
+        if self.prefixes is not None and (self._prefix or self.supplied is not None):
+            turn.prefix = self._prefix_of(self.prefixes, entry, record, captured)
         has_answers = request.body.rfind(_ROLE_MARK) >= 0 if path in _WITH_MESSAGES else None
         if record.generation and record.generation != entry.rollout.generation:
             entry = self._moved(entry, record)
@@ -185,6 +234,18 @@ class Recording:
         )
         if table.take(entry, taken):
             self._rollouts.attend(entry)
+
+    def _prefix_of(self, prefixes: ExactPrefixes, entry: Entry, record: Record, captured: Captured | None) -> str:
+        """Return what became of the turn's prompt, and have the turn remembered for the next one's."""
+        prefix = self._prefix or "engine"
+        if captured is not None and self._chat is not None and self._granted is not None:
+            body = self._edited if self._edited is not None else b"".join(self._pieces)
+            prompt_tokens, output_tokens, _ = record.usage
+            counts = (prompt_tokens, output_tokens) if record.outcome == "finished" else (None, None)
+            answered = Answered(body, counts, self.supplied, streams=self._edited is None)
+            prefix = prefixes.ended(self._chat, entry.rollout.tenant, self._granted, captured, answered) or prefix
+        prefixes.count(prefix)
+        return prefix
 
     def _moved(self, entry: Entry, record: Record) -> Entry:
         """Return the rollout of a later generation, in which a turn was tried again."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import time
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import structlog
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -58,6 +58,8 @@ class RolloutSettings:
     disk_bytes: int
     keep_s: float
     turns_count: int
+    prefix: Literal["supply", "asked"] | None = None
+    """Whose turns are supplied with exact prompts."""
 
 
 class _Parcel(NamedTuple):
