@@ -76,7 +76,7 @@ async def test_a_turn_costs_what_it_costs_at_the_engine_and_says_what_the_script
     assert "ls" in asked["messages"][2]["content"]
     (choice,) = answer["choices"]
     said = json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"])
-    assert said == {"command": task.commands(30)[1]}
+    assert said == {"command": f"cat /repo/{task.name}.py"}
     assert (front.turn_count, front.prompt_tokens, front.cached_tokens) == (1, 90, 60)
     assert front.parts_s == {"queue": 2.0, "prefill": 3.0, "decode": 5.0}, "of this run alone"
     assert front.engine_s > 0
