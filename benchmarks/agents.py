@@ -1,7 +1,7 @@
 """Real mini-SWE-agents, or OpenHands', in real Docker sandboxes, prepared by the proxy or made by themselves.
 
     python -m benchmarks.agents                                     # 24 agents, 6 tasks, a simulated engine
-    python -m benchmarks.agents --agent-kind openhands --agents 6 --at-once 6 --sandboxes 3    # prepared ones only
+    python -m benchmarks.agents --agent-kind openhands --agents 6 --at-once 6 --sandboxes 3
     python -m benchmarks.agents --engine vllm --arms reused --policies passthrough,continuum,default --admitted 0
     python -m benchmarks.agents --engine-url http://127.0.0.1:8101  # a running vLLM
 
@@ -14,10 +14,11 @@ template with the same setup and removes it; `reused`: the same with `reuse_setu
 and the agents, too, once a third of them has ended, and what is left is counted when nothing goes any more. In each arm
 there are `--sandboxes` at a time at most. An agent waits for a place and for the setup itself, which are told apart:
 for one of its own before its first turn, for a prepared one at its first command. An agent of OpenHands runs inside its
-sandbox: it waits before its first turn, and the proxy listens on the bridge of the engine. Disk is what the engine's
-file system takes beyond its beginning, and the setups that the proxy keeps. A program's time has parts: turns that the
-proxy holds, the engine's queue, its prefill and decoding as vLLM counts them, tools, the wait for a sandbox, and all
-else. It needs root, as the tests' own Docker engine does. SIGTERM ends it as Ctrl-C does: nothing of it is left.
+sandbox: it waits before its first turn, and the proxy listens on the engine's bridge; of arms it has only `prepared`
+and `killed`, without kept setups. Disk is what the engine's file system takes beyond its beginning, and the setups that
+the proxy keeps. A program's time has parts: turns that the proxy holds, the engine's queue, its prefill and decoding as
+vLLM counts them, tools, the wait for a sandbox, and all else. It needs root, as the tests' own Docker engine does.
+SIGTERM ends it as Ctrl-C does: nothing of it is left.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ Json = dict[str, Any]
 
 ARMS = ("own", "own-left", "prepared", "reused", "killed")
 PREPARED = ("prepared", "reused", "killed")
+ARMS_OF = {"mini-swe-agent": ARMS, "openhands": ("prepared", "killed")}
+"""The arms of a kind of agents. OpenHands' sandboxes have mounts, with which no setup is kept."""
 OUTPUT_TOKENS = 48
 KV_TOKENS = {
     ("mini-swe-agent", "simulated"): 4_000,
@@ -205,7 +208,8 @@ def config_file(folder: Path, arm: str, *, sandboxes_count: int, agent_kind: str
         image, further = AGENT_IMAGE, agent_server(ensure_openhands())
     for task in TASKS:
         lines += [f"[sandbox_templates.{task.name}]", f'image = "{image}"', f"setup = {json.dumps(task.setup)}"]
-        lines += [*further, f"reuse_setup = {str(arm in ('reused', 'killed')).lower()}"]
+        reuses = arm in ("reused", "killed") and agent_kind == "mini-swe-agent"
+        lines += [*further, f"reuse_setup = {str(reuses).lower()}"]
         lines += [f"ttl_s = {KILLED_TTL_S}"] if arm == "killed" else []
     path = folder / "proxy.toml"
     path.write_text("\n".join(lines) + "\n")
@@ -500,7 +504,7 @@ async def main() -> None:
     parser.add_argument(
         "--admitted", type=int, default=4, help="programs that may run at a time, the others wait; 0: as many as fit"
     )
-    parser.add_argument("--arms", help=f"of {', '.join(ARMS)}; all of them, and for openhands those that are prepared")
+    parser.add_argument("--arms", help=f"of {', '.join(ARMS)}; by default all that the kind has")
     parser.add_argument("--policies", default="default", help="policies of the proxy; default is its own")
     parser.add_argument("--engine", choices=("simulated", "vllm"), default="simulated", help="which one is started")
     parser.add_argument("--engine-url", default="", help="a running engine; none is started")
@@ -514,7 +518,7 @@ async def main() -> None:
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir(), "thunderagent-agents"))
     parser.add_argument("--name", default="agents", help="of the file of results")
     options = parser.parse_args()
-    arms = PREPARED if options.agent_kind == "openhands" else ARMS
+    arms = ARMS_OF[options.agent_kind]
     options.arms = options.arms or ",".join(arms)
     if unknown := set(options.arms.split(",")) - set(arms):
         parser.error(f"no arms of {options.agent_kind}: {', '.join(sorted(unknown))}")

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import docker
 import pytest
 
 from benchmarks.environments import RealEngineError
@@ -44,18 +43,18 @@ class Engine:
         """Return the folder of its socket, data and mounts."""
         return Path(self.url.removeprefix("unix://")).parent
 
-    def container_count(self) -> int:
-        """Return how many containers run."""
-        with contextlib.closing(docker.APIClient(base_url=self.url, timeout=30)) as client:
-            return len(client.containers())
+    def containers(self) -> list[str]:
+        """Return the commands of its containers' own processes: they name its namespace, which is as its bridge."""
+        return [words for _, words in _processes() if f" -namespace {self.bridge} " in words]
 
     def left(self) -> list[str]:
-        """Return what is there of it."""
+        """Return what is there of it: processes, mounts, its bridge and its folder."""
         mounts = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
         links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
-        left = [f"{pid} {words}" for pid, words in _processes() if str(self.root) in words]
+        left = [words for _, words in _processes() if str(self.root) in words] + self.containers()
         left += [each for each in mounts if each.startswith(str(self.root))]
-        return left + [each for each in (self.bridge, str(self.root)) if f" {each}:" in links or Path(each).exists()]
+        left += [self.bridge] if f" {self.bridge}:" in links else []
+        return left + ([str(self.root)] if self.root.exists() else [])
 
 
 def _processes() -> list[tuple[int, str]]:
@@ -120,11 +119,7 @@ async def test_a_stopped_benchmark_leaves_nothing(how: signal.Signals, tmp_path:
                 nonlocal engine
                 assert process.returncode is None, (await process.communicate())[0].decode()
                 engine = engine or _engine_of(process.pid)
-                if engine is None:
-                    return False
-                with contextlib.suppress(docker.errors.DockerException):  # it is about to start
-                    return await asyncio.to_thread(engine.container_count) > 0
-                return False
+                return engine is not None and bool(engine.containers())
 
             await until(has_a_container, within_s=180)
             assert engine is not None
