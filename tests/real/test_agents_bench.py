@@ -107,7 +107,7 @@ def packages(require_real: Callable[[str], NoReturn], pytestconfig: pytest.Confi
 
 
 @pytest.mark.usefixtures("packages")
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT], ids=lambda each: each.name)
 async def test_a_stopped_benchmark_leaves_nothing(how: signal.Signals, tmp_path: Path) -> None:
     """Engine, containers, bridge, mounts, agents, proxy: all go; SIGINT comes as from a terminal, to a whole group."""
     arguments = ("--agents", "2", "--at-once", "2", "--sandboxes", "1", "--admitted", "0", "--arms", "own-left")
