@@ -1,6 +1,7 @@
-"""Real mini-SWE-agents in real Docker sandboxes, prepared by the proxy or made by themselves.
+"""Real mini-SWE-agents, or OpenHands', in real Docker sandboxes, prepared by the proxy or made by themselves.
 
     python -m benchmarks.agents                                     # 24 agents, 6 tasks, a simulated engine
+    python -m benchmarks.agents --agent-kind openhands --agents 6 --at-once 6 --sandboxes 3
     python -m benchmarks.agents --engine vllm --arms reused --policies passthrough,continuum,default --admitted 0
     python -m benchmarks.agents --engine-url http://127.0.0.1:8101  # a running vLLM
 
@@ -12,10 +13,12 @@ sets up a container of its own and removes it; `own-left`: nothing removes it; `
 template with the same setup and removes it; `reused`: the same with `reuse_setup`; `killed`: that proxy gets `kill -9`,
 and the agents, too, once a third of them has ended, and what is left is counted when nothing goes any more. In each arm
 there are `--sandboxes` at a time at most. An agent waits for a place and for the setup itself, which are told apart:
-for one of its own before its first turn, for a prepared one at its first command. Disk is what the engine's file system
-takes beyond its beginning, and the setups that the proxy keeps. A program's time has parts: turns that the proxy holds,
-the engine's queue, its prefill and decoding as vLLM counts them, tools, the wait for a sandbox, and all else. It needs
-root, as the tests' own Docker engine does.
+for one of its own before its first turn, for a prepared one at its first command. An agent of OpenHands runs inside its
+sandbox: it waits before its first turn, and the proxy listens on the engine's bridge; of arms it has only `prepared`
+and `killed`, without kept setups. Disk is what the engine's file system takes beyond its beginning, and the setups that
+the proxy keeps. A program's time has parts: turns that the proxy holds, the engine's queue, its prefill and decoding as
+vLLM counts them, tools, the wait for a sandbox, and all else. It needs root, as the tests' own Docker engine does.
+SIGTERM ends it as Ctrl-C does: nothing of it is left.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -43,13 +47,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.agents_tasks import TASKS
+from benchmarks.agents_tasks import AGENTS, TASKS
 from benchmarks.engine_kinds import Vllm
 from benchmarks.machine import ROOT, save_results
-from benchmarks.processes import thunderagent
+from benchmarks.processes import die_with_parent, thunderagent
 from benchmarks.real_engine import RealEngine, RealEngineConfig
 from tests.loopback import on_loopback
-from tests.real.base_image import BASE_IMAGE, make_python_image
+from tests.real.agent_packages import agent_server, ensure_openhands
+from tests.real.base_image import AGENT_IMAGE, BASE_IMAGE, PACKAGES, make_agent_image, make_python_image
 from tests.real.docker_engine import DockerEngine, ensure_docker
 from tests.real.mini_swe_agent import agent_environment, ensure_mini_swe_agent
 from thunderagent.provision.base import free_port
@@ -60,7 +65,17 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 ARMS = ("own", "own-left", "prepared", "reused", "killed")
+PREPARED = ("prepared", "reused", "killed")
+ARMS_OF = {"mini-swe-agent": ARMS, "openhands": ("prepared", "killed")}
+"""The arms of a kind of agents. OpenHands' sandboxes have mounts, with which no setup is kept."""
 OUTPUT_TOKENS = 48
+KV_TOKENS = {
+    ("mini-swe-agent", "simulated"): 4_000,
+    ("mini-swe-agent", "vllm"): 16_000,
+    ("openhands", "simulated"): 60_000,
+    ("openhands", "vllm"): 60_000,
+}
+"""The KV pool of an engine that is started, by the kind of agents and of engine: a few programs fill it."""
 WATCH_S = 0.25
 KILLED_TTL_S = 90.0
 """How long sandboxes may live in the arm whose proxy is killed."""
@@ -78,6 +93,7 @@ class ScriptedFront:
 
     engine_url: str
     written_mb: int
+    agent_kind: str = AGENTS[0]
     model: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -134,9 +150,6 @@ class ScriptedFront:
 
     async def _chat(self, request: web.Request) -> web.Response:
         body = await request.json()
-        step = sum(each["role"] == "assistant" for each in body["messages"])
-        name = str(body["messages"][1]["content"]).split("TASK ")[1].split(":")[0]
-        task = next(each for each in TASKS if each.name == name)
         asked = {name: value for name, value in body.items() if name not in REPLACED} | {
             "model": self.model,
             "messages": [_plain(each) for each in body["messages"]],
@@ -155,31 +168,48 @@ class ScriptedFront:
         self.turn_count += 1
         self.prompt_tokens += usage["prompt_tokens"]
         self.cached_tokens += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        call = {"name": "bash", "arguments": json.dumps({"command": task.commands(self.written_mb)[step]})}
-        answer["choices"][0] |= {
-            "message": {
-                "role": "assistant",
-                "content": f"Step {step + 1}.",
-                "tool_calls": [{"id": f"call-{step}", "type": "function", "function": call}],
-            },
-            "finish_reason": "tool_calls",
-        }
+        if body.get("tools"):  # what else is asked, as for a title, may be any text
+            answer["choices"][0] |= self._scripted(body["messages"])
         return web.json_response(answer)
+
+    def _scripted(self, messages: list[Json]) -> Json:
+        """Return the choice of a turn, by the script of its task."""
+        step = sum(each["role"] == "assistant" for each in messages)
+        name = _text(messages[1]).split("TASK ")[1].split(":")[0]
+        task = next(each for each in TASKS if each.name == name)
+        tool, arguments = task.calls(self.agent_kind, self.written_mb)[step]
+        call = {"name": tool, "arguments": json.dumps(arguments)}
+        message = {
+            "role": "assistant",
+            "content": f"Step {step + 1}.",
+            "tool_calls": [{"id": f"call-{step}", "type": "function", "function": call}],
+        }
+        return {"message": message, "finish_reason": "tool_calls"}
 
 
 def _plain(message: Json) -> Json:
     """Return a message as text alone, which every chat template takes."""
     calls = "".join(json.dumps(each["function"]) for each in message.get("tool_calls") or ())
     role = "assistant" if message["role"] == "assistant" else "user"
-    return {"role": role, "content": f"{message.get('content') or ''} {calls}".strip()}
+    return {"role": role, "content": f"{_text(message)} {calls}".strip()}
 
 
-def config_file(folder: Path, arm: str, *, sandboxes_count: int) -> Path:
+def _text(message: Json) -> str:
+    """Return what a message says, as one text or in parts."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "\n".join(each.get("text", "") for each in content)
+
+
+def config_file(folder: Path, arm: str, *, sandboxes_count: int, agent_kind: str) -> Path:
     """Write the proxy's configuration: a template for each task."""
     lines = ['sandboxes = ["docker"]', f"sandbox_max_count = {sandboxes_count}", 'log_format = "json"']
+    image, further = BASE_IMAGE, list[str]()
+    if agent_kind == "openhands":
+        image, further = AGENT_IMAGE, agent_server(ensure_openhands())
     for task in TASKS:
-        lines += [f"[sandbox_templates.{task.name}]", f'image = "{BASE_IMAGE}"', f"setup = {json.dumps(task.setup)}"]
-        lines += [f"reuse_setup = {str(arm in ('reused', 'killed')).lower()}"]
+        lines += [f"[sandbox_templates.{task.name}]", f'image = "{image}"', f"setup = {json.dumps(task.setup)}"]
+        reuses = arm in ("reused", "killed") and agent_kind == "mini-swe-agent"
+        lines += [*further, f"reuse_setup = {str(reuses).lower()}"]
         lines += [f"ttl_s = {KILLED_TTL_S}"] if arm == "killed" else []
     path = folder / "proxy.toml"
     path.write_text("\n".join(lines) + "\n")
@@ -194,19 +224,21 @@ async def run_arm(
     log_path = options.logs / f"{arm}-{policy}-{sandboxes_count}.log"
     images_count = _left(engine)["images"]
     disk: list[tuple[float, int]] = []
-    front = ScriptedFront(engine_url, options.written_mb)
+    front = ScriptedFront(engine_url, options.written_mb, options.agent_kind)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = config_file(folder, arm, sandboxes_count=sandboxes_count)
+        config = config_file(folder, arm, sandboxes_count=sandboxes_count, agent_kind=options.agent_kind)
         async with front.running() as url:
             command = ["serve", "--port", "0", "--backends", url, "--config", str(config), "--docker-url", engine.url]
             command += [] if policy == "default" else ["--policy", policy]
+            if options.agent_kind == "openhands":  # its turns come from within the sandboxes
+                command += ["--host", engine.address, "--allow-open", "true"]
             if options.admitted:
                 command += ["--admission", "window", "--policy-arg", f"admission.n={options.admitted}"]
             async with thunderagent(*command, log_path=log_path) as proxy:
                 plan = {
                     "name": f"{arm}-{policy}",
-                    "prepared": arm in ("prepared", "reused", "killed"),
+                    "prepared": arm in PREPARED,
                     "removes": arm == "own",
                     "agents_count": options.agents,
                     "at_once": options.at_once,
@@ -220,7 +252,7 @@ async def run_arm(
                 watching = asyncio.create_task(_watch(engine, before_bytes, started_s, disk))
                 try:
                     until_count = options.agents // 3 if arm == "killed" else options.agents
-                    runs = await _run_agents(plan, engine, folder, until_count)
+                    runs = await _run_agents(options.agent_kind, plan, engine, folder, until_count)
                     if arm == "killed":
                         proxy.process.kill()
                         await proxy.process.wait()
@@ -247,11 +279,15 @@ async def _gone(engine: DockerEngine, images_count: int, within_s: float = GONE_
     return time.monotonic() - started_s
 
 
-async def _run_agents(plan: Json, engine: DockerEngine, folder: Path, until_count: int) -> list[Json]:
+async def _run_agents(agent_kind: str, plan: Json, engine: DockerEngine, folder: Path, until_count: int) -> list[Json]:
     """Run the agents until so many have ended, and end the others. Raises RuntimeError if one of the first failed."""
+    python, module = ensure_mini_swe_agent, "agents_mini"
+    if agent_kind == "openhands":
+        python, module = ensure_openhands, "agents_openhands"
     environment = agent_environment(engine.url, folder) | {"PYTHONPATH": str(ROOT)}
     process = await asyncio.create_subprocess_exec(
-        *(str(ensure_mini_swe_agent()), "-m", "benchmarks.agents_run"),
+        *die_with_parent(),
+        *(str(python()), "-m", f"benchmarks.{module}"),
         cwd=ROOT,
         env=environment,
         stdin=asyncio.subprocess.PIPE,
@@ -456,19 +492,25 @@ async def engine_at(options: argparse.Namespace) -> AsyncIterator[str]:
 
 
 async def main() -> None:
-    """Run the arms one after the other."""
+    """Run the arms one after the other; SIGTERM stops them as Ctrl-C does."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--agent-kind", choices=AGENTS, default=AGENTS[0], help="whose released package runs")
     parser.add_argument("--agents", type=int, default=24, help="agents in all")
     parser.add_argument("--at-once", type=int, default=24, help="agents that are open at a time")
     parser.add_argument("--sandboxes", default="8", help="sandboxes at a time, in each arm; several by commas")
     parser.add_argument(
         "--admitted", type=int, default=4, help="programs that may run at a time, the others wait; 0: as many as fit"
     )
-    parser.add_argument("--arms", default="own,own-left,prepared,reused,killed", help=f"of {', '.join(ARMS)}")
+    parser.add_argument("--arms", help=f"of {', '.join(ARMS)}; by default all that the kind has")
     parser.add_argument("--policies", default="default", help="policies of the proxy; default is its own")
     parser.add_argument("--engine", choices=("simulated", "vllm"), default="simulated", help="which one is started")
     parser.add_argument("--engine-url", default="", help="a running engine; none is started")
-    parser.add_argument("--kv-tokens", type=int, help="KV pool of the started engine; 4,000, and of a vLLM 16,000")
+    parser.add_argument(
+        "--kv-tokens", type=int, help="KV pool of the started engine; 4,000, of a vLLM 16,000, and for openhands 60,000"
+    )
     parser.add_argument("--hidden", type=int, default=RealEngineConfig.hidden_size, help="of vLLM's random model")
     parser.add_argument("--layers", type=int, default=RealEngineConfig.layers, help="of vLLM's random model")
     parser.add_argument("--speed", type=float, default=1.0, help="of the simulated engine")
@@ -476,16 +518,18 @@ async def main() -> None:
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir(), "thunderagent-agents"))
     parser.add_argument("--name", default="agents", help="of the file of results")
     options = parser.parse_args()
-    if unknown := set(options.arms.split(",")) - set(ARMS):
-        parser.error(f"unknown arms: {', '.join(unknown)}")
-    options.kv_tokens = options.kv_tokens or (16_000 if options.engine == "vllm" else 4_000)
+    arms = ARMS_OF[options.agent_kind]
+    options.arms = options.arms or ",".join(arms)
+    if unknown := set(options.arms.split(",")) - set(arms):
+        parser.error(f"no arms of {options.agent_kind}: {', '.join(sorted(unknown))}")
+    options.kv_tokens = options.kv_tokens or KV_TOKENS[options.agent_kind, options.engine]
     if options.engine == "vllm":
         os.sched_setaffinity(0, {0})
-    ensure_docker()
+    ensure_docker(PACKAGES)
     settings = {k: v for k, v in vars(options).items() if k not in ("logs", "name")}
     results: list[Json] = []
     with DockerEngine(disk_bytes=6 * 1024**3) as docker:
-        make_python_image(docker)
+        (make_agent_image if options.agent_kind == "openhands" else make_python_image)(docker)
         async with engine_at(options) as engine_url:
             lists = (options.sandboxes, options.policies, options.arms)
             for count, policy, arm in itertools.product(*(each.split(",") for each in lists)):
@@ -497,4 +541,7 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    try:
+        asyncio.run(main())
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        sys.exit("agents: ended by a signal; what it had started is gone")

@@ -1,6 +1,6 @@
-"""Run many real mini-SWE-agents in threads of one process; each prints a line of JSON with what it did.
+"""Run many real agents in threads of one process; each prints a line of JSON with what it did.
 
-Runs in mini-SWE-agent's own environment: it reads a plan from standard input. See `benchmarks.agents`.
+Runs in the agents' own environment: it reads a plan from standard input. See `benchmarks.agents`.
 """
 
 from __future__ import annotations
@@ -9,153 +9,41 @@ import json
 import sys
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from minisweagent.agents.default import DefaultAgent
-from minisweagent.config import get_config_from_spec
-from minisweagent.environments.docker import DockerEnvironment
-from minisweagent.models.litellm_model import LitellmModel
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
-from thunderagent.client import Program, program
-from thunderagent.client.mini_swe_agent import SandboxEnvironment
+    from thunderagent.client import Program
+
+    RunOne = Callable[[dict[str, Any], int, float, threading.Semaphore], dict[str, Any]]
+    """Runs the agent of a plan with this number from its begin to its release.
+
+    It is told when the run began, and what its own containers take a place of.
+    """
 
 LOOK_S = 0.1
 """How often a first command looks for its sandbox."""
 
 
-class PreparedEnvironment(SandboxEnvironment):
-    """The proxy's sandbox; tells apart what the first command waits for: a place, or its preparation."""
-
+def wait_for_sandbox(own: Program) -> tuple[float, float]:
+    """Wait until a program has a sandbox; return how long for a place, and how long for its preparation."""
     place_s = setup_s = 0.0
-
-    def execute(self, action: dict[str, Any], cwd: str = "", **options: Any) -> dict[str, Any]:
-        """Wait for the sandbox at the first command, and count it."""
-        if not self.place_s + self.setup_s:
-            self._watch()
-        return super().execute(action, cwd, **options)
-
-    def _watch(self) -> None:
-        own, looked_s = program(self.config.program_id, proxy=self.config.proxy), time.monotonic()
-        while True:
-            stages = {each["stage"] for each in own.sandboxes()}
-            now_s = time.monotonic()
-            if stages == {"requested"}:
-                self.place_s += now_s - looked_s
-            else:
-                self.setup_s += now_s - looked_s
-            if stages - {"requested", "preparing"}:
-                return
-            looked_s = now_s
-            time.sleep(LOOK_S)
+    looked_s = time.monotonic()
+    while True:
+        stages = {each["stage"] for each in own.sandboxes()}
+        now_s = time.monotonic()
+        if stages == {"requested"}:
+            place_s += now_s - looked_s
+        else:
+            setup_s += now_s - looked_s
+        if stages - {"requested", "preparing"}:
+            return place_s, setup_s
+        looked_s = now_s
+        time.sleep(LOOK_S)
 
 
-class OwnEnvironment(DockerEnvironment):
-    """The package's own container, set up before the first turn; `removes`: it goes at the end.
-
-    There are no more than `places` at a time.
-    """
-
-    def __init__(self, *, setup: list[str], removes: bool, places: threading.Semaphore, **settings: Any) -> None:
-        """Wait for a place, start it and wait for its setup."""
-        self._removes, self._places = removes, places
-        asked_s = time.monotonic()
-        places.acquire()
-        started_s = time.monotonic()
-        self.place_s = started_s - asked_s
-        super().__init__(**settings)
-        for command in setup:
-            output = self.execute({"command": command}, timeout=600)
-            if output["returncode"] != 0:
-                raise RuntimeError(f"setup failed: {output}")
-        self.setup_s = time.monotonic() - started_s
-
-    def cleanup(self) -> None:
-        """Remove it, or leave it."""
-        if self._removes:
-            super().cleanup()
-
-    def leave(self) -> None:
-        """Let another agent have one."""
-        self._places.release()
-
-
-def run_one(plan: dict[str, Any], number: int, started_s: float, places: threading.Semaphore) -> dict[str, Any]:
-    """Run one agent from its begin to its release."""
-    task = plan["tasks"][number % len(plan["tasks"])]
-    own = program(f"{plan['name']}-{number}", proxy=plan["proxy"])
-    begun_s = time.monotonic()
-    config = get_config_from_spec("mini.yaml")
-    settings = config["environment"] | {"cwd": "/", "interpreter": ["sh", "-c"], "timeout": 300}
-    tool_s: list[float] = []
-    if plan["prepared"]:
-        settings |= {"program_id": own.program_id, "proxy": own.proxy, "template": task["name"]}
-        environment = PreparedEnvironment(**settings, sandbox_timeout_s=900)
-    else:
-        settings |= {"image": plan["image"], "run_args": ["--rm"] if plan["removes"] else [], "pull_timeout": 600}
-        environment = OwnEnvironment(**settings, setup=task["setup"], removes=plan["removes"], places=places)
-    execute = environment.execute
-
-    def timed(action: dict[str, Any], cwd: str = "", **options: Any) -> dict[str, Any]:
-        waited_s, tool_started_s = environment.place_s + environment.setup_s, time.monotonic()
-        try:
-            return execute(action, cwd, **options)
-        finally:
-            waited_s = environment.place_s + environment.setup_s - waited_s
-            tool_s.append(time.monotonic() - tool_started_s - waited_s)
-
-    environment.execute = timed
-    turn_s: list[float] = []
-    model = _model(plan, config, own)
-    query = model.query
-
-    def timed_query(*given: Any, **named: Any) -> dict[str, Any]:
-        asked_s = time.monotonic()
-        try:
-            return query(*given, **named)
-        finally:
-            turn_s.append(time.monotonic() - asked_s)
-
-    model.query = timed_query
-    try:
-        agent = DefaultAgent(model, environment, **_agent(config))
-        result = agent.run(f"TASK {task['name']}: {task['says']} The repository is /repo.")
-        turn_count = agent.n_calls
-        if not environment.place_s + environment.setup_s:
-            raise RuntimeError("nobody counted the wait for the sandbox")
-    finally:
-        ended_s = time.monotonic()
-        own.release()
-        environment.cleanup()
-        if not plan["prepared"]:
-            environment.leave()
-    return {
-        "number": number,
-        "task": task["name"],
-        "solved": result["exit_status"] == "Submitted" and result["submission"].strip() == "OK",
-        "turn_count": turn_count,
-        "place_s": environment.place_s,
-        "setup_s": environment.setup_s,
-        "turn_s": turn_s,
-        "tool_s": tool_s,
-        "begun_s": begun_s - started_s,
-        "ended_s": ended_s - started_s,
-    }
-
-
-def _model(plan: dict[str, Any], config: dict[str, Any], own: Program) -> LitellmModel:
-    settings = config["model"] | {
-        "model_name": f"hosted_vllm/{plan['model']}",
-        "model_kwargs": {"api_base": own.base_url, "timeout": 3600},
-        "cost_tracking": "ignore_errors",
-    }
-    return LitellmModel(**settings)
-
-
-def _agent(config: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in config["agent"].items() if name != "mode"}
-
-
-def main() -> None:
+def main(run_one: RunOne) -> None:
     """Run the plan."""
     plan = json.load(sys.stdin)
     answers, sys.stdout = sys.stdout, sys.stderr  # what the agents print is no answer of ours
@@ -176,7 +64,3 @@ def main() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-
-
-if __name__ == "__main__":
-    main()

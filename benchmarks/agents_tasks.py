@@ -1,10 +1,12 @@
-"""Six small repositories with a failing test each, and the commands of a scripted model that mends them."""
+"""Six small repositories with a failing test each, and the tool calls of a scripted model that mends them."""
 
 from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
+from typing import Any, Final
 
+AGENTS: Final = ("mini-swe-agent", "openhands")
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 COMPILED = "json unittest email http urllib asyncio concurrent logging xml"
 """Packages of Python that each setup compiles, as an installation does."""
@@ -42,8 +44,16 @@ class Task:
             f"    def test(self):\n        {self.test}\n"
         )
 
-    def commands(self, written_mb: int) -> list[str]:
-        """Return what the model runs, one command a turn; between two it writes build products of that size."""
+    def calls(self, agent: str, written_mb: int) -> list[tuple[str, dict[str, Any]]]:
+        """Return the model's tool calls for an agent of `AGENTS`, one a turn: the tool and its arguments."""
+        commands = self._commands(written_mb)
+        if agent == "mini-swe-agent":  # which ends by what its last command writes
+            commands[-1] = f"{SUBMIT} && {commands[-1]}"
+            return [("bash", {"command": each}) for each in commands]
+        return [*(("terminal", {"command": each}) for each in commands), ("finish", {"message": "The test passes."})]
+
+    def _commands(self, written_mb: int) -> list[str]:
+        """Return what the model runs; between two commands it writes build products of that size."""
         edit = (
             f"import pathlib; p = pathlib.Path('/repo/{self.name}.py'); s = p.read_text(); "
             f"assert {self.wrong!r} in s; p.write_text(s.replace({self.wrong!r}, {self.right!r}))"
@@ -56,7 +66,7 @@ class Task:
             f"head -c {written_mb}000000 /dev/urandom > /repo/build.bin && ls -l /repo/build.bin",
             f"python3 -c {shlex.quote(edit)}",
             f"{TEST} | tail -3",
-            f"{SUBMIT} && {TEST} | tail -1",
+            f"{TEST} | tail -1",
         ]
 
 

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 from benchmarks.environments import made_once
 from tests.debian import apt_get
 from tests.real import base_image
+from tests.real.agent_packages import environment_of
 from tests.real.base_image import BASE_IMAGE, BUILD_IMAGE, make_base_images
 from tests.real.docker_engine import DockerEngine, DockerEngineError, ensure_docker, import_busybox_image
 from tests.real.mini_swe_agent import ensure_mini_swe_agent
-from tests.real.test_agent_environments import environment_of
 from tests.unit.deploy.kubectl import PACKAGE as KUBECTL
 from tests.unit.deploy.kubectl import fetch
 

@@ -1,8 +1,8 @@
 """Make base images without a registry: Debian's Python from the machine's package sources, and pip's packages.
 
-The first has what a Dockerfile expects of `python:3.11-slim`: a shell, coreutils, Python and its venv module. The
-second also has a C compiler, Python's headers and a folder of wheels. pip uses only that folder, because containers
-here have no network.
+The first has what a Dockerfile expects of `python:3.11-slim`: a shell, coreutils, Python and its venv module. The one
+for agents is a whole small Debian with these, and with tmux. The one for builds also has a C compiler, Python's headers
+and a folder of wheels. pip uses only that folder, because containers here have no network.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 BASE_IMAGE = "thunderagent-test-base:latest"
+AGENT_IMAGE = "thunderagent-test-agent:latest"
 BUILD_IMAGE = "thunderagent-test-build:latest"
 PACKAGES = {"mmdebstrap": "mmdebstrap"}
 REDIS_IMAGE = "thunderagent-test-redis:latest"
 _TOOLS_IMAGE = "thunderagent-test-tools:latest"
 _CONTENT = "base-files,coreutils,dash,python3,python3-venv"
 _TOOLS = f"{_CONTENT},gcc,libc6-dev,python3-dev"
+_AGENT = "python3,python3-venv,tmux"
 _REDIS = "base-files,coreutils,dash,redis-server"
 _PATH_LINE = "ENV PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _PIP_CONF = "[global]\nno-index = true\nfind-links = /wheels\n"
@@ -67,6 +69,11 @@ def make_python_image(engine: DockerEngine) -> None:
     _import(engine, _root("base-image", _CONTENT, _sources()), BASE_IMAGE)
 
 
+def make_agent_image(engine: DockerEngine) -> None:
+    """Make the image for agents that run inside of it. Raises DockerEngineError if something is not available."""
+    _import(engine, _root("agent-image", _AGENT, _sources(), variant="minbase"), AGENT_IMAGE)
+
+
 def make_redis_image(engine: DockerEngine) -> None:
     """Make an image with Debian's Redis at an engine. Raises DockerEngineError if it is not available."""
     _import(engine, _root("redis-image", _REDIS, _sources()), REDIS_IMAGE)
@@ -78,9 +85,9 @@ def _import(engine: DockerEngine, root: Path, image: str) -> None:
         client.import_image_from_file(str(root), repository=repository, tag=tag, changes=[_PATH_LINE])
 
 
-def _root(name: str, content: str, sources: str) -> Path:
-    """Return an archive of a file system with these packages."""
-    command = ["mmdebstrap", "--mode=root", "--variant=extract", f"--include={content}", ""]
+def _root(name: str, content: str, sources: str, *, variant: str = "extract") -> Path:
+    """Return an archive of a file system with these packages, and those of a variant of mmdebstrap."""
+    command = ["mmdebstrap", "--mode=root", f"--variant={variant}", f"--include={content}", ""]
     made_of = [*command, sources, _run("apt-cache", "policy", *content.split(","))]
     made = made_once(name, made_of, lambda at: _run(*command, str(at / "root.tar"), "-", stdin=sources))
     return made / "root.tar"

@@ -72,6 +72,8 @@ class DockerEngine:
         self.url = f"unix://{self.root / 'docker.sock'}"
         self.data_root = self.root / "data"
         self.log_path = self.root / "dockerd.log"
+        self.address = ""
+        """This machine's address on the engine's bridge, by which containers reach it; known once started."""
         self._disk_bytes = disk_bytes
         self._name = f"ta{os.getpid() % 100_000}{os.urandom(2).hex()}"
         self._process: subprocess.Popen[bytes] | None = None
@@ -105,6 +107,7 @@ class DockerEngine:
         with BRIDGE_LOCK.open("w") as lock:  # two engines that start at a time would choose the same network
             fcntl.flock(lock, fcntl.LOCK_EX)
             subnet = self._make_bridge()
+        self.address = f"{subnet}.0.1"
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 [

@@ -11,8 +11,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
-import subprocess
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +18,8 @@ from typing import TYPE_CHECKING
 import httpx2
 import pytest
 
-from benchmarks.environments import COMPILES_ONCE, RealEngineError, ensure_environment
+from benchmarks.environments import COMPILES_ONCE, RealEngineError
+from tests.real.agent_packages import OPENHANDS_SERVER, NewerPythonError, agent_server, environment_of, mounts, section
 from tests.real.mini_swe_agent import SUBMIT, ScriptedReplica, engine_with_bash
 from tests.real.support import until
 
@@ -37,14 +36,10 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "how-to" / "agent-sandboxes.md"
 IMAGE = "thunderagent-test-bash"
 PROGRAM = "task-7"  # as in the page
-IMPORTED = {"OpenHands": "openhands.agent_server.api, openhands.sdk.workspace"}
-"""Modules that are imported, and so compiled, when an environment is made.
-
-A sandbox has them to read only, and would compile thousands at each start: half of the time that it takes.
-"""
+SYSTEM = ("/usr", "/lib", "/lib64")
+"""This machine's programs, a real bash among them."""
 SETUP = "until [ -e /go ]; do sleep 0.1; done; echo prepared > /prepared"
 SWE_REX = """
 import asyncio, pathlib, sys
@@ -95,11 +90,6 @@ with SandboxWorkspace(working_dir="/tmp") as workspace:
 """
 
 
-def section(heading: str) -> str:
-    """Return what the page says below a heading."""
-    return PAGE.read_text().split(f"\n## {heading}")[1].split("\n## ")[0]
-
-
 def snippet(heading: str, language: str) -> str:
     """Return the last code in a language below a heading of the page."""
     return re.findall(rf"```{language}\n(.*?)```", section(heading), re.DOTALL)[-1]
@@ -115,32 +105,10 @@ def environment(
     try:
         with capture.global_and_fixture_disabled():
             return environment_of(heading, *further)
+    except NewerPythonError as error:
+        pytest.skip(str(error))
     except RealEngineError as error:
         require_real(f"no {heading}: {error}")
-
-
-def environment_of(heading: str, *further: str) -> Path:
-    """Return the Python of an environment with what a section of the page installs. Raises RealEngineError."""
-    found = re.search(r"pip install (.+?) thunderagent-client +#? *(.*)", section(heading) + " ")
-    assert found is not None
-    base = None
-    if found[2] == "Python 3.12":
-        base = _newer_python()
-        if base is None:
-            pytest.skip(f"{heading} needs Python 3.12")
-    commands = [["-c", f"import {IMPORTED[heading]}"]] if heading in IMPORTED else []
-    name = heading.split(",", maxsplit=1)[0].lower()
-    return ensure_environment(name, [*found[1].split(), *further], "minutes", *commands, base=base)
-
-
-def _newer_python() -> str | None:
-    """Return an interpreter of Python 3.12 or newer that can make an environment; None if this machine has none."""
-    names = filter(None, map(shutil.which, ("python3.12", "python3.13")))
-    for each in (*names, *map(str, sorted(Path.home().glob(".pyenv/versions/3.1[23].*/bin/python3")))):
-        check = "import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 12))"
-        if subprocess.run([each, "-c", check], check=False, capture_output=True).returncode == 0:
-            return each
-    return None
 
 
 @pytest.fixture(scope="module")
@@ -148,13 +116,6 @@ def docker_engine(require_real: Callable[[str], NoReturn]) -> Iterator[DockerEng
     """Run a Docker engine with an image that has a shell by the name of bash."""
     with engine_with_bash(IMAGE, require_real) as engine:
         yield engine
-
-
-def mounts(*further: str) -> str:
-    """Return the line of a template that puts this machine's programs into the sandbox: a real bash among them."""
-    shared = [each for each in ("/usr", "/lib", "/lib64", *further) if Path(each).exists()]
-    parts = [f'{{ source = "{os.path.realpath(each)}", target = "{each}", read_only = true }}' for each in shared]
-    return f"mounts = [{', '.join(parts)}]"
 
 
 @asynccontextmanager
@@ -246,7 +207,7 @@ async def test_swe_rex_works_in_a_prepared_sandbox(
     environment: Path, docker_engine: DockerEngine, run_proxy: RunProxy, tmp_path: Path
 ) -> None:
     """The page's snippet runs, and shells, commands and files as SWE-agent uses them."""
-    async with preparing(run_proxy, docker_engine, f"[sandbox_templates.coder]\n{mounts()}", tmp_path) as proxy:
+    async with preparing(run_proxy, docker_engine, f"[sandbox_templates.coder]\n{mounts(*SYSTEM)}", tmp_path) as proxy:
         python = str(environment)
         first = asyncio.create_task(run(tmp_path, docker_engine, proxy, python, "-c", snippet("SWE-agent", "python")))
         sandbox = await let_go(docker_engine, first)
@@ -288,17 +249,12 @@ async def test_harbor_works_in_a_prepared_sandbox(
 
 
 @pytest.mark.nightly  # to install it and what it needs takes minutes
-@pytest.mark.parametrize("environment", [["OpenHands", "openhands-agent-server==1.58.2"]], indirect=True)
+@pytest.mark.parametrize("environment", [["OpenHands", *OPENHANDS_SERVER]], indirect=True)
 async def test_openhands_works_in_a_prepared_sandbox(
     environment: Path, docker_engine: DockerEngine, run_proxy: RunProxy, tmp_path: Path
 ) -> None:
     """The page's snippet runs, with the agent server of its image taken from this machine; files go in and out."""
-    prefix = environment.parent.parent
-    base = Path(os.path.realpath(environment)).parents[1]
-    lines = ["[sandbox_templates.openhands]", "ports = [8000]", "ready_port = 8000", 'environment = { HOME = "/tmp" }']
-    server = [str(environment), "-m", "openhands.agent_server", "--host", "0.0.0.0", "--port", "8000"]
-    lines.append(f"command = {json.dumps(server)}")
-    lines.append(mounts("/etc/ssl", str(base), str(prefix)))
+    lines = ["[sandbox_templates.openhands]", *agent_server(environment, *SYSTEM, "/etc/ssl")]
     async with preparing(run_proxy, docker_engine, "\n".join(lines), tmp_path) as proxy:
         python = str(environment)
         first = asyncio.create_task(run(tmp_path, docker_engine, proxy, python, "-c", snippet("OpenHands", "python")))

@@ -76,10 +76,44 @@ async def test_a_turn_costs_what_it_costs_at_the_engine_and_says_what_the_script
     assert "ls" in asked["messages"][2]["content"]
     (choice,) = answer["choices"]
     said = json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"])
-    assert said == {"command": task.commands(30)[1]}
+    assert said == {"command": f"cat /repo/{task.name}.py"}
     assert (front.turn_count, front.prompt_tokens, front.cached_tokens) == (1, 90, 60)
     assert front.parts_s == {"queue": 2.0, "prefill": 3.0, "decode": 5.0}, "of this run alone"
     assert front.engine_s > 0
+
+
+async def test_openhands_calls_its_terminal_and_then_finishes() -> None:
+    """What it asks besides, as for a title, has no tools: the engine's own words answer."""
+    engine, task = Engine(), TASKS[2]
+    turn: dict[str, Any] = {
+        "model": "tiny",
+        "messages": [
+            {"role": "system", "content": [{"type": "text", "text": "Be good."}]},
+            {"role": "user", "content": [{"type": "text", "text": f"TASK {task.name}: {task.says}"}]},
+        ],
+    }
+    front = ScriptedFront("", 30, "openhands")
+    called: list[tuple[str, Any]] = []
+    async with (
+        on_loopback(engine.app()) as front.engine_url,
+        aiohttp.ClientSession() as session,
+        front.running() as url,
+    ):
+        async with session.post(f"{url}/v1/chat/completions", json=turn) as response:
+            assert (await response.json())["choices"][0]["message"]["content"] == "w1 w2"
+        turn["tools"] = [{"type": "function", "function": {"name": "terminal"}}]
+        while not called or called[-1][0] != "finish":
+            async with session.post(f"{url}/v1/chat/completions", json=turn) as response:
+                message = (await response.json())["choices"][0]["message"]
+            (call,) = message["tool_calls"]
+            called.append((call["function"]["name"], json.loads(call["function"]["arguments"])))
+            turn["messages"] += [message, {"role": "tool", "tool_call_id": call["id"], "content": "done"}]
+    commands = [arguments["command"] for _, arguments in called[:-1]]
+    assert {name for name, _ in called[:-1]} == {"terminal"}
+    assert commands[0] == "cd /repo && ls -l && cat before.txt"
+    assert commands[-1] == "cd /repo && /venv/bin/python -m unittest -q 2>&1 | tail -1", "its output is what is judged"
+    assert engine.asked[0]["messages"][1] == {"role": "user", "content": f"TASK {task.name}: {task.says}"}
+    assert front.turn_count == 1 + len(called)
 
 
 def test_the_parts_of_a_programs_time_are_all_of_it() -> None:
