@@ -2,7 +2,7 @@
 
     scripts/bench papers fig4       # ThunderAgent, Fig. 1, 4, 5, 10: one engine, nine settings: turns/min, hits, time
     scripts/bench papers fig4-last  # the same on 8 bits at the last load, with Continuum and the released code
-    scripts/bench papers fig4-rivals  # and on the other settings
+    scripts/bench papers fig4-rivals  # and on the other settings, a and b with 16 bits last
     scripts/bench papers fig2a      # Fig. 2a: how far two replicas drift apart in 90 minutes
     scripts/bench papers fig6a      # Fig. 6a: the parts of a turn's latency, and the waits for sandboxes
     scripts/bench papers fig6b      # Fig. 6b: time between checks, and decay
@@ -111,18 +111,15 @@ def serving(runner: Runner, console: Console) -> Figures:
     }
 
 
-RIVALS = ("passthrough", "continuum", "thunderagent-released", "breakeven")
-
-
 def serving_last(runner: Runner, console: Console) -> Figures:
     """Simulate the settings on 8 bits at their last load alone, with the authors' rival and their released code."""
     return _at_last_load(runner, console, [each for each in SETTINGS if each.profile == FP8_KV], POLICIES)
 
 
 def serving_rivals(runner: Runner, console: Console) -> Figures:
-    """Simulate the other settings so; first those that have no other profile. `fig4` has the paper's own policy."""
+    """Simulate the other settings so; first those that have no other profile."""
     others = [each for each in SETTINGS if each.profile != FP8_KV]
-    return _at_last_load(runner, console, [*others[2:], *others[:2]], RIVALS)
+    return _at_last_load(runner, console, [*others[2:], *others[:2]], POLICIES)
 
 
 def _at_last_load(runner: Runner, console: Console, settings: Sequence[Setting], policies: Sequence[str]) -> Figures:
@@ -294,10 +291,11 @@ def rollout(runner: Runner, console: Console) -> Figures:
             at_first_tool = replace(SANDBOXES, prepare_at="first_tool")
             loops |= {f"{loop}, at the first tool": replace(loops[loop], tools=at_first_tool) for loop in list(loops)}
         for loop, scenario in loops.items():
-            contestants = ("sticky", "thunderagent", "thunderagent-released", "breakeven")
+            contestants = ("sticky", "thunderagent", "thunderagent-released", "breakeven", "oracle")
             result = runner.compare(f"{name}, {loop}", scenario, workload(name), contestants, [ROLLOUT_PROGRAMS_COUNT])
             console.print(table(f"Table 2, {name}, {loop}", result, note))
             figures[name][loop] = rows_of(result)
+            runner.keep(figures)
     return figures
 
 
