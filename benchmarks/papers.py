@@ -6,6 +6,7 @@
     scripts/bench papers fig2a      # Fig. 2a: how far two replicas drift apart in 90 minutes
     scripts/bench papers fig6a      # Fig. 6a: the parts of a turn's latency, and the waits for sandboxes
     scripts/bench papers fig6b      # Fig. 6b: time between checks, and decay
+    scripts/bench papers fig7b      # Fig. 7b: nodes that only prefill or only decode, beside nodes that do both
     scripts/bench papers table2     # Table 2: a rollout of 144 programs on two replicas
     scripts/bench papers orbit      # ORBIT, Table 1 and Fig. 4: latency of tasks, right and wrong; recall by step
     scripts/bench papers orbit-front  # the same with the default policy in front of the engine
@@ -42,6 +43,7 @@ from benchmarks.companions import companions
 from benchmarks.machine import save_results
 from benchmarks.orbit import orbit, orbit_front
 from benchmarks.simulated import COLOURS, Runner, add_legend, goodput_table, plot_lines, save_plot, scenario_of
+from benchmarks.split_roles import Found, SplitRun
 from thunderagent.simulator.comparison.results import ComparisonResult, Row
 from thunderagent.simulator.engine.timing import profile
 from thunderagent.simulator.figures.figures import ReplicaSample, RunResult
@@ -269,6 +271,64 @@ def ablation(runner: Runner, console: Console) -> Figures:
     return {"rows": rows_of(result)}
 
 
+# --- Figure 7b ------------------------------------------------------------------------------------
+
+SPLIT_NODES_COUNT = 4
+SPLITS = (0, 1, 2, 3)
+"""Of the nodes, how many only prefill; 0: each does both."""
+
+SPLIT_LOADS = (12, 24, 48, 96, 192)
+"""3 to 48 programs for each node."""
+
+PARTS_OF_A_SPLIT: dict[str, Callable[[Found], float]] = {
+    "hit_ratio": lambda run: run.hit_ratio,
+    "turn_mean_s": lambda run: run.turn_mean_s,
+    "program_mean_s": lambda run: run.program_mean_s,
+}
+
+
+def split_roles(runner: Runner, console: Console) -> Figures:
+    """Simulate four nodes without a scheduler, by how many only prefill; beside them policies on whole nodes."""
+    base = scenario_of("glm-4.6-h100x8", replicas_count=SPLIT_NODES_COUNT, minutes=60, warmup_minutes=10)
+    counted_min = (base.horizon_s - base.warmup_s) / 60
+    programs = workload("mini-swe-agent")
+    rows: list[dict[str, Any]] = []
+    figures: Figures = {"nodes": SPLIT_NODES_COUNT, "splits": rows}
+    for load in SPLIT_LOADS:
+        for split in SPLITS:
+            scenarios = [replace(base, programs_count=load, seed=seed) for seed in runner.seeds]
+            runs = [SplitRun(scenario, programs, split).run() for scenario in scenarios]
+            of = {name: [pick(run) for run in runs] for name, pick in PARTS_OF_A_SPLIT.items()}
+            of["turns_per_min"] = [len(run.turns_s) / counted_min for run in runs]
+            of["programs_per_hour"] = [60 * len(run.programs_s) / counted_min for run in runs]
+            shown = {name: _pair(Interval.of(values)) for name, values in of.items()}
+            rows.append({"programs": load, "prefilling": split} | shown)
+            console.print(rows[-1])
+            runner.keep(figures)
+    contestants = ("sticky", "thunderagent", "thunderagent-released", "breakeven")
+    result = runner.compare("fig7b", base, programs, contestants, SPLIT_LOADS, keep_samples=False)
+    console.print(table("Fig. 7b, nodes that do both", result, "paper: split nodes thrash earlier"))
+    save_plot("papers-fig7b", _split_plot(rows))
+    return figures | {"rows": rows_of(result)}
+
+
+def _split_plot(rows: Sequence[dict[str, Any]]) -> Figure:
+    """Draw turns a minute and hits against load, a line for each split."""
+    figure = Figure(figsize=(7.2, 2.8), layout="constrained")
+    panels = figure.subplots(1, 2)
+    for axes, name, label in ((panels[0], "turns_per_min", "turns/min"), (panels[1], "hit_ratio", "part cached")):
+        for split in SPLITS:
+            of = [row for row in rows if row["prefilling"] == split]
+            title = f"{split} prefill, {SPLIT_NODES_COUNT - split} decode" if split else "each does both"
+            values = [float(row[name].partition(" ")[0]) for row in of]
+            axes.plot([row["programs"] for row in of], values, marker="o", markersize=3, label=title)
+        axes.set_xlabel("programs at a time", fontsize=8)
+        axes.set_ylabel(label)
+        axes.set_ylim(bottom=0)
+    add_legend(figure, panels[0])
+    return figure
+
+
 # --- Table 2 --------------------------------------------------------------------------------------
 
 
@@ -403,6 +463,7 @@ COMMANDS: dict[str, Callable[[Runner, Console], Figures]] = {
     "fig2a": imbalance,
     "fig6a": breakdown,
     "fig6b": ablation,
+    "fig7b": split_roles,
     "table2": rollout,
     "oracle": oracle,
     "companions": companions,
