@@ -2,7 +2,7 @@
 
     scripts/bench papers fig4       # ThunderAgent, Fig. 1, 4, 5, 10: one engine, nine settings: turns/min, hits, time
     scripts/bench papers fig4-last  # the same on 8 bits at the last load, with Continuum and the released code
-    scripts/bench papers fig4-rivals  # and on the other settings, a and b with 16 bits last
+    scripts/bench papers fig4-rivals  # and on the other settings
     scripts/bench papers fig2a      # Fig. 2a: how far two replicas drift apart in 90 minutes
     scripts/bench papers fig6a      # Fig. 6a: the parts of a turn's latency, and the waits for sandboxes
     scripts/bench papers fig6b      # Fig. 6b: time between checks, and decay
@@ -119,9 +119,9 @@ def serving_last(runner: Runner, console: Console) -> Figures:
 
 
 def serving_rivals(runner: Runner, console: Console) -> Figures:
-    """Simulate the other settings so; first those that have no other profile."""
+    """Simulate the other settings so."""
     others = [each for each in SETTINGS if each.profile != FP8_KV]
-    return _at_last_load(runner, console, [*others[2:], *others[:2]], POLICIES)
+    return _at_last_load(runner, console, others[::-1], POLICIES)
 
 
 def _at_last_load(runner: Runner, console: Console, settings: Sequence[Setting], policies: Sequence[str]) -> Figures:
