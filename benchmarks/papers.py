@@ -13,6 +13,7 @@
     scripts/bench papers oracle     # not from a paper: how near the clairvoyant policy comes to the bound L1
     scripts/bench papers mars       # MARS, Fig. 7, 10 and goodput: 20 points, ten policies
     scripts/bench papers mars-orders  # the paper's order of admission beside ours
+    scripts/bench papers mars-evictions  # Fig. 3A: evicted blocks over a run
     scripts/bench papers mars-tails   # P90 and P95 of Fig. 7 and 10; Fig. 3B: time to the first token
     scripts/bench papers mars-fig8    # MARS, Fig. 8: GPT-OSS-120B
     scripts/bench papers mars-fig11   # MARS, Fig. 11 and 12: a whole agent framework
@@ -471,6 +472,7 @@ COMMANDS: dict[str, Callable[[Runner, Console], Figures]] = {
     "orbit-front": orbit_front,
     "mars": mars.figure,
     "mars-orders": mars_figures.orders,
+    "mars-evictions": mars_figures.evictions,
     "mars-tails": mars_figures.tails,
     "mars-fig8": mars_figures.fig8,
     "mars-fig11": mars_figures.fig11,
