@@ -8,6 +8,7 @@
     scripts/bench papers fig6b      # Fig. 6b: time between checks, and decay
     scripts/bench papers fig7b      # Fig. 7b: nodes that only prefill or only decode, beside nodes that do both
     scripts/bench papers table2     # Table 2: a rollout of 144 programs on two replicas
+    scripts/bench papers table2-released  # the same with what the authors ship, without the oracle
     scripts/bench papers orbit      # ORBIT, Table 1 and Fig. 4: latency of tasks, right and wrong; recall by step
     scripts/bench papers orbit-front  # the same with the default policy in front of the engine
     scripts/bench papers oracle     # not from a paper: how near the clairvoyant policy comes to the bound L1
@@ -333,30 +334,41 @@ def _split_plot(rows: Sequence[dict[str, Any]]) -> Figure:
 # --- Table 2 --------------------------------------------------------------------------------------
 
 
+ROLLOUT_POLICIES = ("sticky", "thunderagent", "thunderagent-released", "breakeven")
+
+
 def rollout(runner: Runner, console: Console) -> Figures:
     """Simulate two replicas with 144 programs: kept at that number for an hour, and as a batch to its end.
 
     OpenHands' sandboxes are prepared by the proxy's plan, ahead; beside it by each program's first tool.
     """
-    figures: Figures = {}
-    for name, (gateway, thunderagent) in ROLLOUT_PAPER.items():
-        note = (
-            f"paper: {gateway} steps/min with a gateway, {thunderagent} with ThunderAgent: {thunderagent / gateway:.2f}"
-        )
-        closed = scenario_of("glm-4.6-h100x8", replicas_count=NODES_COUNT, minutes=60, warmup_minutes=10)
-        batch = scenario_of("glm-4.6-h100x8", replicas_count=NODES_COUNT, minutes=24 * 60, loop="batch")
-        figures[name] = {"paper": {"gateway_per_min": gateway, "thunderagent_per_min": thunderagent}}
-        loops = {"closed": closed, "batch": batch}
-        if name == "openhands":
-            loops = {loop: replace(scenario, tools=SANDBOXES) for loop, scenario in loops.items()}
-            at_first_tool = replace(SANDBOXES, prepare_at="first_tool")
-            loops |= {f"{loop}, at the first tool": replace(loops[loop], tools=at_first_tool) for loop in list(loops)}
-        for loop, scenario in loops.items():
-            contestants = ("sticky", "thunderagent", "thunderagent-released", "breakeven", "oracle")
-            result = runner.compare(f"{name}, {loop}", scenario, workload(name), contestants, [ROLLOUT_PROGRAMS_COUNT])
-            console.print(table(f"Table 2, {name}, {loop}", result, note))
-            figures[name][loop] = rows_of(result)
-            runner.keep(figures)
+    return _rollout(runner, console, (*ROLLOUT_POLICIES, "oracle"), late_too=True)
+
+
+def rollout_released(runner: Runner, console: Console) -> Figures:
+    """Simulate it with what the authors ship beside, without the oracle and late sandboxes."""
+    return _rollout(runner, console, ROLLOUT_POLICIES, late_too=False)
+
+
+def _rollout(runner: Runner, console: Console, contestants: Sequence[str], *, late_too: bool) -> Figures:
+    closed = scenario_of("glm-4.6-h100x8", replicas_count=NODES_COUNT, minutes=60, warmup_minutes=10)
+    batch = scenario_of("glm-4.6-h100x8", replicas_count=NODES_COUNT, minutes=24 * 60, loop="batch")
+    figures: Figures = {
+        name: {"paper": {"gateway_per_min": gateway, "thunderagent_per_min": thunderagent}}
+        for name, (gateway, thunderagent) in ROLLOUT_PAPER.items()
+    }
+    at_first_tool = replace(SANDBOXES, prepare_at="first_tool")
+    for loop, scenario in (("closed", closed), ("batch", batch)):
+        for name in ROLLOUT_PAPER:
+            loaded = {loop: replace(scenario, tools=SANDBOXES) if name == "openhands" else scenario}
+            if late_too and name == "openhands":
+                loaded[f"{loop}, at the first tool"] = replace(scenario, tools=at_first_tool)
+            for title, each in loaded.items():
+                programs, counts = workload(name), [ROLLOUT_PROGRAMS_COUNT]
+                result = runner.compare(f"{name}, {title}", each, programs, contestants, counts, keep_samples=False)
+                console.print(table(f"Table 2, {name}, {title}", result, f"paper: {figures[name]['paper']}"))
+                figures[name][title] = rows_of(result)
+                runner.keep(figures)
     return figures
 
 
@@ -466,6 +478,7 @@ COMMANDS: dict[str, Callable[[Runner, Console], Figures]] = {
     "fig6b": ablation,
     "fig7b": split_roles,
     "table2": rollout,
+    "table2-released": rollout_released,
     "oracle": oracle,
     "companions": companions,
     "orbit": orbit,
