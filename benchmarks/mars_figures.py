@@ -3,6 +3,7 @@
 Programs, engines, tools and rates are those of `mars.py` unless stated otherwise:
 
 - *orders*: the paper's order of admission beside this project's, at all twenty points.
+- *evictions*: Fig. 3A: the blocks that are evicted in each tenth of a run.
 - *tails*: P90 and P95 of Fig. 7 and 10, and Fig. 3B: the time from a turn's arrival to its first token.
 - *Fig. 8*: GPT-OSS-120B on one H100 NVL, whose context ends at 131,072 tokens: longer programs are drawn anew. Beside
   Continuum with its fixed and its learned time, as in the paper.
@@ -31,6 +32,7 @@ from rich.table import Table
 from benchmarks.kept_runs import do_runs
 from benchmarks.machine import RESULTS
 from benchmarks.mars import (
+    BLOCK_TOKENS,
     COLOURS,
     FEW_LONG,
     MARS,
@@ -50,6 +52,7 @@ from thunderagent.policy_loader import load_policy
 from thunderagent.simulator.comparison.contestants import Contestant
 from thunderagent.simulator.comparison.processes import GoOn
 from thunderagent.simulator.engine.timing import profile
+from thunderagent.simulator.figures.figures import RunResult
 from thunderagent.simulator.figures.intervals import Interval
 from thunderagent.simulator.runs.run import simulate
 from thunderagent.simulator.runs.scenario import Scenario
@@ -78,6 +81,7 @@ ALL_POLICIES = POLICIES | ABLATIONS
 DEFAULT = "breakeven"
 """The default policy, beside the paper's."""
 PAPER = {
+    "evictions": "Fig. 3A: the baselines evict throughout; MARS at the first burst, then less",
     "tails": "Fig. 7: P90 better at 17 of 20 points, up to 3.37 times, P95 at 15, up to 1.29; Fig. 10: P95 at 20 of "
     "28, up to 1.34; Fig. 3B: all percentiles of the time to the first token over 1,000 s for the baselines",
     "fig8": "mean 1.59 to 7.56 times as fast as the better Continuum",
@@ -160,6 +164,8 @@ def run_one(task: Task, go_on: GoOn) -> dict[str, float]:
     """Do one run; return its figures."""
     scenario, programs = _run_of(task)
     scenario = replace(scenario, programs_count=task.programs_count)
+    if task.figure == "evictions":
+        scenario = replace(scenario, sample_interval_s=EVICTIONS_SAMPLED_S)
     text = ALL_POLICIES[task.policy]
     if task.policy == WITHOUT_COORDINATOR:  # `Contestant` would give its engine priorities
         name, _, settings = text.partition(":")
@@ -168,10 +174,27 @@ def run_one(task: Task, go_on: GoOn) -> dict[str, float]:
         result = simulate(scenario, programs, policy, on_progress=lambda _: go_on())
     else:
         result = Contestant.parse(text).run(scenario, programs, on_progress=lambda _: go_on())
+    if task.figure == "evictions":
+        return evicted_by_tenth(result)
     return figures_of(result) | {
         "completed_ratio": round(result.program_count / task.programs_count, 4),
         "failed_turns_count": float(result.failed_turn_count),
     }
+
+
+EVICTIONS_SAMPLED_S = 5.0
+TENTHS = tuple(f"evicted_blocks_{tenth}" for tenth in range(10))
+
+
+def evicted_by_tenth(result: RunResult) -> dict[str, float]:
+    """Return how many blocks were evicted in each tenth of a run, as far as samples tell, and how long it took."""
+    counts = [0] * len(TENTHS)
+    before = 0
+    for sample in result.samples:
+        evicted = sum(replica.evicted_blocks_count for replica in sample.replicas)
+        counts[min(len(TENTHS) - 1, int(len(TENTHS) * sample.now_s / result.simulated_s))] += evicted - before
+        before = evicted
+    return dict(zip(TENTHS, map(float, counts), strict=True)) | {"simulated_s": round(result.simulated_s, 1)}
 
 
 def _run_of(task: Task) -> tuple[Scenario, Mix | Bounded | Framed]:
@@ -218,6 +241,7 @@ REGIMES = ("125k", "167k", "220k", "263k")
 ALL_PLACES = tuple((each.regime, each.gpu, each.load) for each in POINTS)
 ORDERS = Plan("orders", ALL_PLACES, (MARS, FEW_LONG), (FEW_LONG,))
 TAILS = Plan("tails", ALL_PLACES, (MARS, *PUBLISHED, DEFAULT), PUBLISHED)
+EVICTIONS = Plan("evictions", (("263k", "h100", 2.0),), (MARS, *PUBLISHED, DEFAULT), PUBLISHED)
 FIG8 = Plan(
     "fig8",
     tuple((regime, "gpt-oss", load) for regime in SHORT_REGIMES for load in (1.0, 2.0)),
@@ -345,6 +369,37 @@ def orders(runner: Runner, console: Console) -> dict[str, Any]:
 def tails(runner: Runner, console: Console) -> dict[str, Any]:
     """Make P90 and P95 of Fig. 7 and 10, and Fig. 3B."""
     return figure_of(TAILS, runner, console)
+
+
+def evictions(runner: Runner, console: Console) -> dict[str, Any]:
+    """Make Fig. 3A: full blocks evicted in each tenth of a run, for each program."""
+    plan, (place,) = EVICTIONS, EVICTIONS.places
+    tasks = [task for seed in runner.seeds for task in tasks_of(plan, seed)]
+    path = RESULTS / f"papers-mars-{plan.name}-runs.json"
+    found = Found(plan, do_runs(run_one, tasks, path, runner.jobs_count, console), runner.seeds)
+    if not found.seeds:
+        return {}
+    evicted = {
+        policy: [round(found.mean(place, policy, tenth).mean / PROGRAMS_COUNT, 1) for tenth in TENTHS]
+        for policy in plan.policies
+    }
+    console.print(evicted)
+    drawn = Figure(figsize=(5.0, 3.2), layout="constrained")
+    axes = drawn.subplots()
+    for policy, counts in evicted.items():
+        axes.plot(range(len(counts)), counts, color=COLOURS[policy], label=policy, marker="o", markersize=3)
+    axes.set_xlabel("tenth of the run", fontsize=8)
+    axes.set_ylabel("blocks evicted for each program", fontsize=8)
+    axes.set_yscale("log")
+    axes.legend(fontsize=7, frameon=False)
+    save_plot(f"papers-mars-{plan.name}", drawn)
+    return {
+        "paper": PAPER[plan.name],
+        "seeds": found.seeds,
+        "place": " ".join(str(each) for each in place),
+        "block_tokens": BLOCK_TOKENS,
+        "evicted blocks for each program by tenth": evicted,
+    }
 
 
 def fig8(runner: Runner, console: Console) -> dict[str, Any]:

@@ -6,12 +6,15 @@
     scripts/bench papers fig2a      # Fig. 2a: how far two replicas drift apart in 90 minutes
     scripts/bench papers fig6a      # Fig. 6a: the parts of a turn's latency, and the waits for sandboxes
     scripts/bench papers fig6b      # Fig. 6b: time between checks, and decay
+    scripts/bench papers fig7b      # Fig. 7b: nodes that only prefill or only decode, beside nodes that do both
     scripts/bench papers table2     # Table 2: a rollout of 144 programs on two replicas
+    scripts/bench papers table2-released  # the same with what the authors ship, without the oracle
     scripts/bench papers orbit      # ORBIT, Table 1 and Fig. 4: latency of tasks, right and wrong; recall by step
     scripts/bench papers orbit-front  # the same with the default policy in front of the engine
     scripts/bench papers oracle     # not from a paper: how near the clairvoyant policy comes to the bound L1
     scripts/bench papers mars       # MARS, Fig. 7, 10 and goodput: 20 points, ten policies
     scripts/bench papers mars-orders  # the paper's order of admission beside ours
+    scripts/bench papers mars-evictions  # Fig. 3A: evicted blocks over a run
     scripts/bench papers mars-tails   # P90 and P95 of Fig. 7 and 10; Fig. 3B: time to the first token
     scripts/bench papers mars-fig8    # MARS, Fig. 8: GPT-OSS-120B
     scripts/bench papers mars-fig11   # MARS, Fig. 11 and 12: a whole agent framework
@@ -42,6 +45,7 @@ from benchmarks.companions import companions
 from benchmarks.machine import save_results
 from benchmarks.orbit import orbit, orbit_front
 from benchmarks.simulated import COLOURS, Runner, add_legend, goodput_table, plot_lines, save_plot, scenario_of
+from benchmarks.split_roles import Found, SplitRun
 from thunderagent.simulator.comparison.results import ComparisonResult, Row
 from thunderagent.simulator.engine.timing import profile
 from thunderagent.simulator.figures.figures import ReplicaSample, RunResult
@@ -111,18 +115,15 @@ def serving(runner: Runner, console: Console) -> Figures:
     }
 
 
-RIVALS = ("passthrough", "continuum", "thunderagent-released", "breakeven")
-
-
 def serving_last(runner: Runner, console: Console) -> Figures:
     """Simulate the settings on 8 bits at their last load alone, with the authors' rival and their released code."""
     return _at_last_load(runner, console, [each for each in SETTINGS if each.profile == FP8_KV], POLICIES)
 
 
 def serving_rivals(runner: Runner, console: Console) -> Figures:
-    """Simulate the other settings so; first those that have no other profile. `fig4` has the paper's own policy."""
+    """Simulate the other settings so."""
     others = [each for each in SETTINGS if each.profile != FP8_KV]
-    return _at_last_load(runner, console, [*others[2:], *others[:2]], RIVALS)
+    return _at_last_load(runner, console, others[::-1], POLICIES)
 
 
 def _at_last_load(runner: Runner, console: Console, settings: Sequence[Setting], policies: Sequence[str]) -> Figures:
@@ -272,7 +273,72 @@ def ablation(runner: Runner, console: Console) -> Figures:
     return {"rows": rows_of(result)}
 
 
+# --- Figure 7b ------------------------------------------------------------------------------------
+
+SPLIT_NODES_COUNT = 4
+SPLITS = (0, 1, 2, 3)
+"""Of the nodes, how many only prefill; 0: each does both."""
+
+SPLIT_LOADS = (24, 48, 96)
+"""6 to 24 programs for each node."""
+
+SPLIT_BLOCK_TOKENS = 64
+"""A run takes a third of the time of one with blocks of 16."""
+
+PARTS_OF_A_SPLIT: dict[str, Callable[[Found], float]] = {
+    "hit_ratio": lambda run: run.hit_ratio,
+    "turn_mean_s": lambda run: run.turn_mean_s,
+    "program_mean_s": lambda run: run.program_mean_s,
+}
+
+
+def split_roles(runner: Runner, console: Console) -> Figures:
+    """Simulate four nodes without a scheduler, by how many only prefill; beside them policies on whole nodes."""
+    base = scenario_of("glm-4.6-h100x8", replicas_count=SPLIT_NODES_COUNT, minutes=40, warmup_minutes=10)
+    base = replace(base, engine=replace(base.engine, block_size=SPLIT_BLOCK_TOKENS))
+    counted_min = (base.horizon_s - base.warmup_s) / 60
+    programs = workload("mini-swe-agent")
+    rows: list[dict[str, Any]] = []
+    figures: Figures = {"nodes": SPLIT_NODES_COUNT, "splits": rows}
+    for load in SPLIT_LOADS:
+        for split in SPLITS:
+            scenarios = [replace(base, programs_count=load, seed=seed) for seed in runner.seeds]
+            runs = [SplitRun(scenario, programs, split).run() for scenario in scenarios]
+            of = {name: [pick(run) for run in runs] for name, pick in PARTS_OF_A_SPLIT.items()}
+            of["turns_per_min"] = [len(run.turns_s) / counted_min for run in runs]
+            of["programs_per_hour"] = [60 * len(run.programs_s) / counted_min for run in runs]
+            shown = {name: _pair(Interval.of(values)) for name, values in of.items()}
+            rows.append({"programs": load, "prefilling": split} | shown)
+            console.print(rows[-1])
+            runner.keep(figures)
+    contestants = ("sticky", "thunderagent", "thunderagent-released", "breakeven")
+    result = runner.compare("fig7b", base, programs, contestants, SPLIT_LOADS, keep_samples=False)
+    console.print(table("Fig. 7b, nodes that do both", result, "paper: split nodes thrash earlier"))
+    save_plot("papers-fig7b", _split_plot(rows))
+    return figures | {"rows": rows_of(result)}
+
+
+def _split_plot(rows: Sequence[dict[str, Any]]) -> Figure:
+    """Draw turns a minute and hits against load, a line for each split."""
+    figure = Figure(figsize=(7.2, 2.8), layout="constrained")
+    panels = figure.subplots(1, 2)
+    for axes, name, label in ((panels[0], "turns_per_min", "turns/min"), (panels[1], "hit_ratio", "part cached")):
+        for split in SPLITS:
+            of = [row for row in rows if row["prefilling"] == split]
+            title = f"{split} prefill, {SPLIT_NODES_COUNT - split} decode" if split else "each does both"
+            values = [float(row[name].partition(" ")[0]) for row in of]
+            axes.plot([row["programs"] for row in of], values, marker="o", markersize=3, label=title)
+        axes.set_xlabel("programs at a time", fontsize=8)
+        axes.set_ylabel(label)
+        axes.set_ylim(bottom=0)
+    add_legend(figure, panels[0])
+    return figure
+
+
 # --- Table 2 --------------------------------------------------------------------------------------
+
+
+ROLLOUT_POLICIES = ("sticky", "thunderagent", "thunderagent-released", "breakeven")
 
 
 def rollout(runner: Runner, console: Console) -> Figures:
@@ -280,24 +346,33 @@ def rollout(runner: Runner, console: Console) -> Figures:
 
     OpenHands' sandboxes are prepared by the proxy's plan, ahead; beside it by each program's first tool.
     """
-    figures: Figures = {}
-    for name, (gateway, thunderagent) in ROLLOUT_PAPER.items():
-        note = (
-            f"paper: {gateway} steps/min with a gateway, {thunderagent} with ThunderAgent: {thunderagent / gateway:.2f}"
-        )
-        closed = scenario_of("glm-4.6-h100x8", replicas_count=NODES_COUNT, minutes=60, warmup_minutes=10)
-        batch = scenario_of("glm-4.6-h100x8", replicas_count=NODES_COUNT, minutes=24 * 60, loop="batch")
-        figures[name] = {"paper": {"gateway_per_min": gateway, "thunderagent_per_min": thunderagent}}
-        loops = {"closed": closed, "batch": batch}
-        if name == "openhands":
-            loops = {loop: replace(scenario, tools=SANDBOXES) for loop, scenario in loops.items()}
-            at_first_tool = replace(SANDBOXES, prepare_at="first_tool")
-            loops |= {f"{loop}, at the first tool": replace(loops[loop], tools=at_first_tool) for loop in list(loops)}
-        for loop, scenario in loops.items():
-            contestants = ("sticky", "thunderagent", "thunderagent-released", "breakeven")
-            result = runner.compare(f"{name}, {loop}", scenario, workload(name), contestants, [ROLLOUT_PROGRAMS_COUNT])
-            console.print(table(f"Table 2, {name}, {loop}", result, note))
-            figures[name][loop] = rows_of(result)
+    return _rollout(runner, console, (*ROLLOUT_POLICIES, "oracle"), late_too=True)
+
+
+def rollout_released(runner: Runner, console: Console) -> Figures:
+    """Simulate it with what the authors ship beside, without the oracle and late sandboxes."""
+    return _rollout(runner, console, ROLLOUT_POLICIES, late_too=False)
+
+
+def _rollout(runner: Runner, console: Console, contestants: Sequence[str], *, late_too: bool) -> Figures:
+    closed = scenario_of("glm-4.6-h100x8", replicas_count=NODES_COUNT, minutes=60, warmup_minutes=10)
+    batch = scenario_of("glm-4.6-h100x8", replicas_count=NODES_COUNT, minutes=24 * 60, loop="batch")
+    figures: Figures = {
+        name: {"paper": {"gateway_per_min": gateway, "thunderagent_per_min": thunderagent}}
+        for name, (gateway, thunderagent) in ROLLOUT_PAPER.items()
+    }
+    at_first_tool = replace(SANDBOXES, prepare_at="first_tool")
+    for loop, scenario in (("closed", closed), ("batch", batch)):
+        for name in ROLLOUT_PAPER:
+            loaded = {loop: replace(scenario, tools=SANDBOXES) if name == "openhands" else scenario}
+            if late_too and name == "openhands":
+                loaded[f"{loop}, at the first tool"] = replace(scenario, tools=at_first_tool)
+            for title, each in loaded.items():
+                programs, counts = workload(name), [ROLLOUT_PROGRAMS_COUNT]
+                result = runner.compare(f"{name}, {title}", each, programs, contestants, counts, keep_samples=False)
+                console.print(table(f"Table 2, {name}, {title}", result, f"paper: {figures[name]['paper']}"))
+                figures[name][title] = rows_of(result)
+                runner.keep(figures)
     return figures
 
 
@@ -405,13 +480,16 @@ COMMANDS: dict[str, Callable[[Runner, Console], Figures]] = {
     "fig2a": imbalance,
     "fig6a": breakdown,
     "fig6b": ablation,
+    "fig7b": split_roles,
     "table2": rollout,
+    "table2-released": rollout_released,
     "oracle": oracle,
     "companions": companions,
     "orbit": orbit,
     "orbit-front": orbit_front,
     "mars": mars.figure,
     "mars-orders": mars_figures.orders,
+    "mars-evictions": mars_figures.evictions,
     "mars-tails": mars_figures.tails,
     "mars-fig8": mars_figures.fig8,
     "mars-fig11": mars_figures.fig11,

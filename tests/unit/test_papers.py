@@ -164,6 +164,8 @@ def fig2a() -> Iterator[str]:
     shown = " | ".join(f"{each:.0f}" if each > 9.5 else f"{each:.1f}" for each in minutes)
     yield f"| Minutes with such a gap | {shown} |"
     yield f"| Largest gap, % | {' | '.join(f'{each:.0f}' for each in gaps)} |"
+    for name, figure in (("Programs an hour", "programs_per_hour"), ("Mean seconds of a program", "program_mean_s")):
+        yield f"| {name} | {' | '.join(f'{mean(rows[policy][figure]):,.0f}' for policy in policies)} |"
     yield f"| Turns a minute ÷ `sticky` | 1 | {' | '.join(cell(rows[policy]['ratio']) for policy in policies[1:])} |"
     yield f"{minutes[0]:.0f} minutes, at most {gaps[0]:.0f} %"
 
@@ -211,6 +213,9 @@ def tiers() -> Iterator[str]:
     hits = [f"{100 * of[f'{count} programs, tier', 'prompt tokens found']:.0f}" for count in counts]
     gains = [of[f"{n} programs, tier", "turns/min"] / of[f"{n} programs, no tier", "turns/min"] for n in counts]
     yield f"hits of {hits[0]}, {hits[1]} and {hits[2]} %, {gains[0]:.1f}, {gains[1]:.2f} and {gains[2]:.2f} times"
+    default = {(each["setting"], each["figure"]): each["mean"] for each in found if each["policy"] == "breakeven"}
+    ended = [", ".join(f"{each[f'{n} programs, tier', 'programs/h']:.0f}" for n in counts) for each in (of, default)]
+    yield f"Programs an hour with it {ended[0]}, under `breakeven` {ended[1]}"
 
 
 def agents() -> Iterator[str]:
@@ -276,6 +281,7 @@ def orbit_front() -> Iterator[str]:
 
 
 REGIMES = ("125k", "167k", "220k", "263k")
+PUBLISHED = ("fcfs", "autellix", "infercept", "continuum", "continuum-fixed", "concur")
 
 
 def mars() -> Iterator[str]:
@@ -288,7 +294,13 @@ def mars() -> Iterator[str]:
     for gpu in ("h100", "h200"):
         speedups = [mean(text) for name, text in of.items() if f" {gpu} " in name]
         won = sum(each > 1 for each in speedups)
-        yield f"mean {span(speedups)}, best at {won} of {len(speedups)}"
+        default = [
+            min(mean(points[name]["mean_s"][policy]) for policy in PUBLISHED)
+            / mean(points[name]["mean_s"]["breakeven"])
+            for name in of
+            if f" {gpu} " in name
+        ]
+        yield f"mean {span(speedups)} (`breakeven` {span(default)}), best at {won} of {len(speedups)}"
     runs = json.loads((RESULTS / "papers-mars-runs.json").read_text())["unknown"]["runs"]
 
     def over_seeds(regime: str, policy: str, figure: Callable[[Mapping[str, float]], float], load: str = "2") -> float:
@@ -296,24 +308,42 @@ def mars() -> Iterator[str]:
 
     at_most = {
         policy: over_seeds("263k", policy, lambda run: 1 / run["simulated_s"])
-        for policy in ("mars", "infercept", "fcfs")
+        for policy in ("mars", "infercept", "fcfs", "breakeven")
     }
     in_time = {policy: over_seeds("263k", policy, lambda run: run["goodput_3"]) for policy in at_most}
     parts = {
         policy: [100 * values[policy] / values["mars"] for values in (at_most, in_time)]
-        for policy in ("infercept", "fcfs")
+        for policy in ("infercept", "fcfs", "breakeven")
     }
     yield "`infercept` keeps {:.0f} % of the throughput and {:.0f} % of the programs in time".format(
         *parts["infercept"]
     )
-    yield "`fcfs` {:.0f} and {:.0f} %".format(*parts["fcfs"])
-    ahead = [
-        over_seeds(regime, "mars", lambda run: run["goodput_3"], load)
-        for regime in REGIMES
-        for load in ("1", "1.5", "2")
+    shown = "`fcfs` {:.0f} and {:.0f} %, `breakeven` {:.0f} and {:.0f} %: shown"
+    yield shown.format(*parts["fcfs"], *parts["breakeven"])
+
+    def goodput(regime: str, policy: str, alpha: int) -> float:
+        """Return the part in time over the loads of the H100, on which Fig. 9 is."""
+        loads = ("1", "1.5", "2")
+        return fmean(over_seeds(regime, policy, lambda run: run[f"goodput_{alpha}"], load) for load in loads)
+
+    for alpha in (2, 3):
+        assert all(max(PUBLISHED, key=lambda each: goodput(at, each, alpha)) == "infercept" for at in REGIMES)
+        gains = [goodput(at, "mars", alpha) / goodput(at, "infercept", alpha) for at in REGIMES]
+        first, *others = (f"{each:.2f}" for each in gains)
+        yield f"within {alpha}: {first}{' at ILR-1, then' if alpha == 3 else ','} {', '.join(others)}"
+    assert max(goodput(at, policy, 1) for at in REGIMES for policy in ("mars", "breakeven", *PUBLISHED)) < 0.001
+    default = [goodput(at, "breakeven", 3) / goodput(at, "infercept", 3) for at in REGIMES]
+    yield f"`breakeven` within 3: {', '.join(f'{each:.2f}' for each in default)}"
+    kept = [100 * goodput(regime, "infercept", 3) for regime in REGIMES]
+    hourly = [
+        [
+            over_seeds(at, policy, lambda run: 200 * 3600 / run["simulated_s"])
+            for policy in ("infercept", "breakeven", "mars")
+        ]
+        for at in REGIMES
     ]
-    assert len(ahead) == 12
-    kept = [100 * mean(found["goodput_3"][regime]["infercept"]) for regime in REGIMES]
+    ended = ["{:.0f}, {:.0f} and {:.0f}".format(*each) for each in hourly]
+    yield "under `infercept`, `breakeven` and it: {} (125k); {}; {}; {} (263k)".format(*ended)
     overloaded = [100 * over_seeds(regime, "infercept", lambda run: run["goodput_3"]) for regime in REGIMES]
     yield f"keeps {span(kept, 0)} %, at twice the saturation {span(overloaded, 0)} %"
     alone = figures("mars-fig13")["places"][-1]["mean_s"]
@@ -323,7 +353,7 @@ def mars() -> Iterator[str]:
 
 def mars_tails() -> Iterator[str]:
     places = figures("mars-tails")["places"]
-    baselines = ("fcfs", "autellix", "infercept", "continuum", "continuum-fixed", "concur")
+    baselines = PUBLISHED
 
     def faster(policy: str, gpu: str, figure: str) -> list[float]:
         of = [{name: float(text) for name, text in each[figure].items()} for each in places if gpu in each["place"]]
@@ -350,7 +380,17 @@ def mars_tails() -> Iterator[str]:
     )
     others = [[each[name] for name in baselines] for each in (p50, p99)]
     yield f"P50 {p50['mars']:.1f} s, the baselines {min(others[0]):.1f} to {max(others[0]):.0f}"
-    yield f"P99 {p99['mars']:.0f} s, the baselines {min(others[1]):.0f} to {max(others[1]):,.0f}"
+    ends = f"the baselines {min(others[1]):.0f} to {max(others[1]):,.0f}"
+    yield f"P99 {p99['mars']:.0f} s, {ends} (`breakeven` {p50['breakeven']:.1f} and {p99['breakeven']:,.0f})"
+
+
+def mars_evictions() -> Iterator[str]:
+    tenths = figures("mars-evictions")["evicted blocks for each program by tenth"]
+    of = {policy: sum(each) for policy, each in tenths.items()}
+    assert max(tenths["mars"][:2]) < max(tenths["mars"][2:])
+    ends = span([of[policy] for policy in PUBLISHED], 0)
+    default = f"(`breakeven` {of['breakeven']:.0f})"
+    yield f"{of['mars']:.0f} blocks a program, evenly over the run, the baselines {ends} {default}"
 
 
 def mars_fig8() -> Iterator[str]:
@@ -493,7 +533,7 @@ def nova() -> Iterator[str]:
 
 CLAIMS = (
     *(fig4, fig10, table2, fig2a, fig6a, fig6b, oracle, tiers, agents, companions, orbit, orbit_front),
-    *(mars, mars_tails, mars_fig8, mars_fig11, mars_fig13, plugin, nalar, nova),
+    *(mars, mars_evictions, mars_tails, mars_fig8, mars_fig11, mars_fig13, plugin, nalar, nova),
 )
 
 

@@ -8,6 +8,7 @@ from benchmarks.mars import MARS, mix
 from benchmarks.mars_figures import (
     ABLATIONS,
     ALL_POLICIES,
+    EVICTIONS,
     FIG8,
     FIG11,
     FIG13,
@@ -15,6 +16,7 @@ from benchmarks.mars_figures import (
     GPT_OSS_CONTEXT_TOKENS,
     ORDERS,
     TAILS,
+    TENTHS,
     WITHOUT_COORDINATOR,
     Bounded,
     Framed,
@@ -48,7 +50,7 @@ def test_tools_in_a_framework_take_longer_and_nothing_else_changes() -> None:
 
 def test_every_run_of_a_figure_has_a_key_of_its_own() -> None:
     """It also has a policy that can be made."""
-    for plan in (ORDERS, TAILS, FIG8, FIG11, FIG13):
+    for plan in (ORDERS, EVICTIONS, TAILS, FIG8, FIG11, FIG13):
         tasks = tasks_of(plan, 0)
         assert len({task.key for task in tasks}) == len(tasks)
         assert {task.policy for task in tasks} <= set(ALL_POLICIES)
@@ -74,3 +76,15 @@ def test_a_run_comes_to_its_end(policy: str) -> None:
     assert 0 < figures["mean_s"] <= figures["p95_s"]
     assert figures["p90_s"] <= figures["p95_s"] <= figures["p99_s"]
     assert 0 < figures["first_token_p50_s"] <= figures["first_token_p90_s"] <= figures["first_token_p99_s"]
+
+
+def test_where_programs_crowd_a_run_evicts_from_early_on() -> None:
+    """A run of few evicts nothing; one of many does, by tenths of its time."""
+    few, many = (
+        run_one(Task("evictions", "263k", "h100", 2.0, "fcfs", 0, programs_count=count), lambda: None)
+        for count in (1, 24)
+    )
+    assert set(many) == {*TENTHS, "simulated_s"}
+    assert sum(few[tenth] for tenth in TENTHS) == 0
+    assert sum(many[tenth] for tenth in TENTHS) > 1000
+    assert sum(many[tenth] > 0 for tenth in TENTHS) > 4

@@ -112,12 +112,16 @@ class Goodput:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSample:
-    """One replica at one time. `demand_tokens` is what programs claim, `used_tokens` what running turns reference."""
+    """One replica at one time. `demand_tokens` is what programs claim, `used_tokens` what running turns reference.
+
+    `evicted_blocks_count` is since the replica came up.
+    """
 
     demand_tokens: int
     used_tokens: int
     running_count: int
     waiting_count: int
+    evicted_blocks_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,20 @@ def test_blocks_that_hold_nothing_are_taken_before_all_others() -> None:
     assert found(pool, 1, 2) == [1]
 
 
+def test_only_full_blocks_that_others_take_are_evicted() -> None:
+    """Taking one that holds nothing, and freeing one, evicts nothing."""
+    pool = BlockPool(4)
+    kept, blank = fill(pool, 1, 2), pool.allocate(2)
+    pool.release(kept)
+    pool.release(blank)
+    pool.allocate(2)
+    assert pool.evicted_count == 0
+    pool.allocate(1)
+    assert pool.evicted_count == 1
+    pool.allocate(1)
+    assert pool.evicted_count == 2
+
+
 def test_expired_blocks_are_taken_first_unless_somebody_uses_them() -> None:
     """The last of them precedes all others; unknown keys are ignored."""
     pool = BlockPool(5)
