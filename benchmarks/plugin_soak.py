@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import contextlib
 import random
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict
@@ -45,8 +46,12 @@ PROXY_LIFE_S = 240.0
 PATH = "/thunderagent/programs"
 CHAT = "/v1/chat/completions"
 
-ARMS: Mapping[str, Mapping[str, Any]] = {"stock": {}, "plugin": plugin_settings()}
-"""What an engine has of its own."""
+ARMS: Mapping[str, Mapping[str, Any]] = {
+    "stock": {},
+    "plugin": plugin_settings(),
+    "stock-mmap": {"extra_variables": (("MALLOC_MMAP_THRESHOLD_", "131072"),)},
+}
+"""What an engine has of its own. `mmap`: large buffers go back to the system as they are freed."""
 
 MEASURES = {"rss": ("Rss",), "pss": ("Pss",), "private": ("Private_Clean", "Private_Dirty")}
 """Kinds of memory, by their lines in `smaps_rollup`."""
@@ -66,6 +71,13 @@ def role_of(command: bytes) -> str:
     return "tracker" if b"resource_tracker" in command else "server"
 
 
+def tokens_of(metrics: str) -> float:
+    """Return how many tokens an engine has computed or generated, by its metrics."""
+    computed = r'^vllm:prompt_tokens_by_source_total\{.*source="local_compute".*\} (\S+)$'
+    generated = r"^vllm:generation_tokens_total\{.*\} (\S+)$"
+    return sum(float(each) for pattern in (computed, generated) for each in re.findall(pattern, metrics, re.MULTILINE))
+
+
 class Soak:
     """One run in front of an engine of an arm; `port` is the proxy's."""
 
@@ -73,6 +85,7 @@ class Soak:
         self, minutes: float, programs: int, port: int, engine_port: int, seed: int, *, arm: str = "plugin"
     ) -> None:
         self.arm = arm
+        self.has_plugin = not arm.startswith("stock")
         self.seconds = minutes * 60
         self.port = port
         self.rng = random.Random(seed)
@@ -136,7 +149,7 @@ class Soak:
         async with aiohttp.ClientSession(timeout=timeout) as self.client, RealEngine(self.config) as self.engine:
             async with self.proxies(), self.during(self.faults()), self.during(self.watch_growth()):
                 result = await run_load(self.spec, self.url, is_proxy=True, warmup_s=0.0, measure_s=self.seconds)
-            report = await self.report() if self.arm != "stock" else {}
+            report = await self.report() if self.has_plugin else {}
         return {
             "arm": self.arm,
             "turns": sum(each.succeeded for each in result.records),
@@ -151,11 +164,14 @@ class Soak:
         }
 
     async def watch_growth(self) -> None:
-        """Sample the memory of each process."""
+        """Sample the memory of each process, and the tokens that the engine has computed."""
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
         while True:
             sample = {"at_s": round(loop.time() - begun_s, 1)}
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                async with self.client.get(f"{self.config.url}/metrics") as answer:
+                    sample["tokens"] = tokens_of(await answer.text())
             found = [(role_of(command), pid) for pid, command in self.engine.processes().items()]
             if self.proxy is not None:
                 found.append(("proxy", self.proxy.process.pid))
@@ -238,9 +254,9 @@ class Soak:
         anybody = f"program-{self.spec.seed}-{self.rng.randrange(200)}"
         ops = [["fly", "away"], ["hold", anybody, "long"], [], 7, ["pause", anybody], ["hold", "nobody", 1e9]]
         async with self.client.post(self.config.url + PATH, json={"protocol": 1, "ops": ops}) as answer:
-            self.counts["bad_answers"] += answer.status not in ((404,) if self.arm == "stock" else (200, 503))
+            self.counts["bad_answers"] += answer.status not in ((200, 503) if self.has_plugin else (404,))
         async with self.client.post(self.config.url + PATH, data=b"{nonsense") as answer:
-            self.counts["bad_answers"] += answer.status != (404 if self.arm == "stock" else 400)
+            self.counts["bad_answers"] += answer.status != (400 if self.has_plugin else 404)
 
     async def report(self) -> dict[str, Any]:
         """Return what the plugin says."""
@@ -303,13 +319,18 @@ class Soak:
 
 
 def growth_lines(samples: Sequence[Mapping[str, float]], from_s: float, to_s: float) -> dict[str, dict[str, float]]:
-    """Return a line through each kind of memory of each process between two times."""
-    flat = [each for each in samples if from_s <= each["at_s"] <= to_s]
+    """Return a line through each kind of memory of each process between two times, also by tokens."""
+    flat = [each for each in samples if from_s <= each["at_s"] <= to_s and "tokens" in each]
     lines = {}
-    for name in sorted({name for each in flat for name in each} - {"at_s"}):
-        points = [(each["at_s"], each[name]) for each in flat if name in each]
-        if len(points) > 2:
-            lines[name] = asdict(slope_of([at_s for at_s, _ in points], [value for _, value in points]))
+    for name in sorted({name for each in flat for name in each} - {"at_s", "tokens"}):
+        points = [(each["at_s"], each["tokens"], each[name]) for each in flat if name in each]
+        if len(points) > 2 and points[0][1] < points[-1][1]:
+            times_s, tokens, values = zip(*points, strict=True)
+            by_tokens = slope_of([count / 1000 * 3600 for count in tokens], values)
+            lines[name] = asdict(slope_of(times_s, values)) | {
+                "mb_per_1000_tokens": by_tokens.mb_per_hour,
+                "half_width_mb_per_1000_tokens": by_tokens.half_width_mb_per_hour,
+            }
     return lines
 
 
@@ -326,7 +347,8 @@ def compare_growth(args: argparse.Namespace) -> None:
             for name, line in found[part].items():
                 print(
                     f"  {part:>11} {name:24} {line['mb_per_hour']:+9.1f} +- {line['half_width_mb_per_hour']:.1f} MB an "
-                    f"hour on {line['at_begin_mb']:.1f} MB"
+                    f"hour on {line['at_begin_mb']:.1f} MB, {line['mb_per_1000_tokens']:+.3f} +- "
+                    f"{line['half_width_mb_per_1000_tokens']:.3f} MB in 1,000 tokens"
                 )
 
 
