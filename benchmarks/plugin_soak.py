@@ -6,6 +6,10 @@ reset, and the proxy is killed and starts anew. After `FIRST_LIFE` of the time t
 life a decision of the plugin raises, and vLLM's own order applies.
 
     scripts/bench plugin_soak --minutes 25
+    scripts/bench plugin_soak --growth --minutes 13    # stock, then the plugin
+
+With `--growth` no engine is killed and no decision raises: the same load goes to an engine with vLLM's own scheduler
+and then to one with the plugin, and lines are fitted to the memory of each of their processes.
 """
 
 from __future__ import annotations
@@ -14,9 +18,11 @@ import argparse
 import asyncio
 import contextlib
 import random
+import re
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -40,11 +46,46 @@ PROXY_LIFE_S = 240.0
 PATH = "/thunderagent/programs"
 CHAT = "/v1/chat/completions"
 
+ARMS: Mapping[str, Mapping[str, Any]] = {
+    "stock": {},
+    "plugin": plugin_settings(),
+    "stock-mmap": {"extra_variables": (("MALLOC_MMAP_THRESHOLD_", "131072"),)},
+}
+"""What an engine has of its own. `mmap`: large buffers go back to the system as they are freed."""
+
+MEASURES = {"rss": ("Rss",), "pss": ("Pss",), "private": ("Private_Clean", "Private_Dirty")}
+"""Kinds of memory, by their lines in `smaps_rollup`."""
+
+
+def memory_mb(pid: int) -> dict[str, float]:
+    """Return a process's memory by kind. Raises OSError if it is gone."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    kib = {name.rstrip(":"): int(value) for name, value, *_ in map(str.split, lines)}
+    return {kind: round(sum(kib[name] for name in names) / 1024, 2) for kind, names in MEASURES.items()}
+
+
+def role_of(command: bytes) -> str:
+    """Return which of the engine's processes has this command line."""
+    if command.startswith(b"VLLM::"):
+        return command.strip(b"\0").removeprefix(b"VLLM::").partition(b"\0")[0].decode().strip().lower()
+    return "tracker" if b"resource_tracker" in command else "server"
+
+
+def tokens_of(metrics: str) -> float:
+    """Return how many tokens an engine has computed or generated, by its metrics."""
+    computed = r'^vllm:prompt_tokens_by_source_total\{.*source="local_compute".*\} (\S+)$'
+    generated = r"^vllm:generation_tokens_total\{.*\} (\S+)$"
+    return sum(float(each) for pattern in (computed, generated) for each in re.findall(pattern, metrics, re.MULTILINE))
+
 
 class Soak:
-    """One run in front of an engine; `port` is the proxy's."""
+    """One run in front of an engine of an arm; `port` is the proxy's."""
 
-    def __init__(self, minutes: float, programs: int, port: int, engine_port: int, seed: int) -> None:
+    def __init__(
+        self, minutes: float, programs: int, port: int, engine_port: int, seed: int, *, arm: str = "plugin"
+    ) -> None:
+        self.arm = arm
+        self.has_plugin = not arm.startswith("stock")
         self.seconds = minutes * 60
         self.port = port
         self.rng = random.Random(seed)
@@ -56,13 +97,13 @@ class Soak:
             tool_mean_s=4.0,
             tries=600,
         )
-        settings = plugin_settings()
-        ((name, folder),) = settings["extra_variables"]
         shape: dict[str, Any] = {
             "hidden_size": 256, "layers": 4, "pool_blocks": 256, "max_model_len": 4096, "core": None,
             "ready_timeout_s": 900.0,
         }  # fmt: skip
-        self.config = RealEngineConfig(**shape, port=engine_port, **settings)
+        self.config = RealEngineConfig(**shape, port=engine_port, **ARMS[arm])
+        settings = plugin_settings()
+        ((name, folder),) = settings["extra_variables"]
         failing = tuple(
             "failing.Scheduler" if each == "thunderagent_vllm.scheduler.Scheduler" else each
             for each in settings["extra_args"]
@@ -101,6 +142,45 @@ class Soak:
                 finally:
                     await self.engine.stop()
         return self.figures(result)
+
+    async def grow(self) -> dict[str, Any]:
+        """Run the load on one engine that is not killed; return the figures of its memory."""
+        timeout = aiohttp.ClientTimeout(total=120)
+        async with aiohttp.ClientSession(timeout=timeout) as self.client, RealEngine(self.config) as self.engine:
+            async with self.proxies(), self.during(self.faults()), self.during(self.watch_growth()):
+                result = await run_load(self.spec, self.url, is_proxy=True, warmup_s=0.0, measure_s=self.seconds)
+            report = await self.report() if self.has_plugin else {}
+        return {
+            "arm": self.arm,
+            "turns": sum(each.succeeded for each in result.records),
+            "lost_turns": result.failed_turn_count,
+            "tried_again": result.retry_count,
+            "programs_ended": result.finished_program_count,
+            "faults": dict(self.counts),
+            "lines": growth_lines(self.samples, WARMUP_S, self.seconds),
+            "second_half": growth_lines(self.samples, (WARMUP_S + self.seconds) / 2, self.seconds),
+            "plugin": {name: report.get(name) for name in ("on", "failures_total", "steps_total", "pins_total")},
+            "samples": self.samples,
+        }
+
+    async def watch_growth(self) -> None:
+        """Sample the memory of each process, and the tokens that the engine has computed."""
+        loop = asyncio.get_running_loop()
+        begun_s = loop.time()
+        while True:
+            sample = {"at_s": round(loop.time() - begun_s, 1)}
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                async with self.client.get(f"{self.config.url}/metrics") as answer:
+                    sample["tokens"] = tokens_of(await answer.text())
+            found = [(role_of(command), pid) for pid, command in self.engine.processes().items()]
+            if self.proxy is not None:
+                found.append(("proxy", self.proxy.process.pid))
+            for role, pid in found:
+                with contextlib.suppress(OSError):  # it ended
+                    sample |= {f"{role}_{kind}_mb": value for kind, value in memory_mb(pid).items()}
+            self.samples.append(sample)
+            print(self.arm, "  ".join(f"{name} {value:,}" for name, value in sample.items()), flush=True)
+            await asyncio.sleep(SAMPLE_S)
 
     @contextlib.asynccontextmanager
     async def during(self, work: Any) -> AsyncIterator[None]:
@@ -174,9 +254,9 @@ class Soak:
         anybody = f"program-{self.spec.seed}-{self.rng.randrange(200)}"
         ops = [["fly", "away"], ["hold", anybody, "long"], [], 7, ["pause", anybody], ["hold", "nobody", 1e9]]
         async with self.client.post(self.config.url + PATH, json={"protocol": 1, "ops": ops}) as answer:
-            self.counts["bad_answers"] += answer.status not in (200, 503)
+            self.counts["bad_answers"] += answer.status not in ((200, 503) if self.has_plugin else (404,))
         async with self.client.post(self.config.url + PATH, data=b"{nonsense") as answer:
-            self.counts["bad_answers"] += answer.status != 400
+            self.counts["bad_answers"] += answer.status != (400 if self.has_plugin else 404)
 
     async def report(self) -> dict[str, Any]:
         """Return what the plugin says."""
@@ -238,6 +318,40 @@ class Soak:
         }
 
 
+def growth_lines(samples: Sequence[Mapping[str, float]], from_s: float, to_s: float) -> dict[str, dict[str, float]]:
+    """Return a line through each kind of memory of each process between two times, also by tokens."""
+    flat = [each for each in samples if from_s <= each["at_s"] <= to_s and "tokens" in each]
+    lines = {}
+    for name in sorted({name for each in flat for name in each} - {"at_s", "tokens"}):
+        points = [(each["at_s"], each["tokens"], each[name]) for each in flat if name in each]
+        if len(points) > 2 and points[0][1] < points[-1][1]:
+            times_s, tokens, values = zip(*points, strict=True)
+            by_tokens = slope_of([count / 1000 * 3600 for count in tokens], values)
+            lines[name] = asdict(slope_of(times_s, values)) | {
+                "mb_per_1000_tokens": by_tokens.mb_per_hour,
+                "half_width_mb_per_1000_tokens": by_tokens.half_width_mb_per_hour,
+            }
+    return lines
+
+
+def compare_growth(args: argparse.Namespace) -> None:
+    """Run the arms one after the other; the stored result is complete after each."""
+    arms = []
+    for arm in args.arms.split(","):
+        soak = Soak(args.minutes, args.programs, args.port, args.engine_port, args.seed, arm=arm)
+        arms.append(asyncio.run(soak.grow()))
+        save_results(args.name, {"minutes": args.minutes, "programs": args.programs, "seed": args.seed, "arms": arms})
+    for found in arms:
+        print(f"{found['arm']}: {found['turns']} turns, {found['lost_turns']} lost")
+        for part in ("lines", "second_half"):
+            for name, line in found[part].items():
+                print(
+                    f"  {part:>11} {name:24} {line['mb_per_hour']:+9.1f} +- {line['half_width_mb_per_hour']:.1f} MB an "
+                    f"hour on {line['at_begin_mb']:.1f} MB, {line['mb_per_1000_tokens']:+.3f} +- "
+                    f"{line['half_width_mb_per_1000_tokens']:.3f} MB in 1,000 tokens"
+                )
+
+
 def main() -> None:
     """Run it, print and store what happened."""
     parser = argparse.ArgumentParser(description="The scheduler for vLLM in a real engine, with faults.")
@@ -247,9 +361,15 @@ def main() -> None:
     add("--port", type=int, default=18731)
     add("--engine-port", type=int, default=18732)
     add("--seed", type=int, default=0)
-    add("--name", default="plugin-soak", help="of the result file")
+    add("--growth", action="store_true", help="compare the memory of the engine's processes with vLLM's own scheduler")
+    add("--arms", default="stock,plugin", help="of --growth, in this order")
+    add("--name", help="of the result file")
     args = parser.parse_args()
     describe_code()  # as it is now
+    args.name = args.name or ("plugin-growth" if args.growth else "plugin-soak")
+    if args.growth:
+        compare_growth(args)
+        return
     found = asyncio.run(Soak(args.minutes, args.programs, args.port, args.engine_port, args.seed).run())
     print({name: value for name, value in found.items() if name != "samples"})
     print(f"stored in {save_results(args.name, found)}")

@@ -435,6 +435,8 @@ class FakeReplica:
         """The models that it reports to the poller; None is 404."""
         self.plugin: dict[str, Any] | None = None
         """What its scheduler, which knows programs, reports; None is 404: it is vLLM's own."""
+        self.plugin_status = "200 OK"
+        """Of its answers."""
         self.plugin_asked: list[str] = []
         """Methods of the requests to that plugin."""
         self.plugin_ops: list[list[Any]] = []
@@ -499,7 +501,7 @@ class FakeReplica:
                 self.plugin_ops += call.json()["ops"]
             said = json.dumps(self.plugin).encode()
             fields = [JSON_TYPE, ("connection", call.header("Connection") or "keep-alive")]
-            status = "404 Not Found" if self.plugin is None else "200 OK"
+            status = "404 Not Found" if self.plugin is None else self.plugin_status
             call.write(_whole_answer(said, status=status, headers=fields))
         elif call.target == "/v1/models" and call.header("User-Agent") == "thunderagent":
             said = json.dumps({"data": [{"id": name} for name in self.models or ()]}).encode()

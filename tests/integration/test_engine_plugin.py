@@ -157,6 +157,21 @@ async def test_doctor_says_which_half_is_there(
             assert words in found.text
 
 
+async def test_doctor_says_that_the_route_is_there_alone() -> None:
+    """Its engine was started with --middleware, but without --scheduler-cls; the proxy asks it once, as one without."""
+    async with fake_replica() as replica:
+        replica.plugin, replica.plugin_status = {"error": "vLLM's own scheduler runs"}, "501 Not Implemented"
+        async with running_proxy(replica.url) as proxy:
+            await until(lambda: replica.plugin_asked)
+            assert (await ask(proxy.url, "a")).status == 200
+            assert replica.calls[0].json() == turn()
+            findings = await examine(build_parser().parse_args(["doctor", "--url", proxy.url, "--no-turns"]))
+            (found,) = [each for each in findings if each.check == "engine_plugin"]
+            assert found.level == Level.WARNING
+            assert "Only the route" in found.text
+            assert "--scheduler-cls" in found.remedy
+
+
 async def test_status_says_it(capsys: pytest.CaptureFixture[str]) -> None:
     """With the part of the pool that is held."""
     async with fake_replica() as replica:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from itertools import pairwise
 
 from thunderagent.backends import Backend, ReplicaReading
@@ -319,6 +320,9 @@ def _plugin(engine: Engine) -> Iterator[Finding]:
     if not reports:
         if engine.is_told:
             yield warning(check, name, "The proxy spoke with its plugin, which does not answer now.", "see its log")
+        elif answer.status == HTTPStatus.NOT_IMPLEMENTED:
+            text = "Only the route of thunderagent-vllm is there: vLLM's own scheduler runs."
+            yield warning(check, name, text, "start it with --scheduler-cls thunderagent_vllm.scheduler.Scheduler")
         elif answer.status:
             yield ok(check, name, "It schedules by itself: the plugin thunderagent-vllm is not there, and not needed.")
         return

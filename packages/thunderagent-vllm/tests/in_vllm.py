@@ -305,9 +305,45 @@ def check_faults() -> dict[str, Any]:
             failed += 1
             assert not report["on"], hook
             assert report["blocks"]["pinned"] == 0
+            assert "raised RuntimeError" in report["why_not"]
             assert type(engine.scheduler.waiting).__module__.startswith("vllm."), hook
     assert failed >= len(HOOKS), failed
     return {"histories": len(HOOKS) * 4, "failed": failed}
+
+
+def check_set_up() -> dict[str, Any]:
+    """If the plugin cannot even begin, vLLM's own order applies from the first request on, and the report says why."""
+    import logging
+
+    from thunderagent_vllm import scheduler, surface
+
+    logging.getLogger("vllm.thunderagent").setLevel(logging.CRITICAL)
+    why_not = []
+    for owner, name in ((surface.Surface, "__init__"), (scheduler, "Agents"), (scheduler, "ProgramQueue")):
+        stock = getattr(owner, name)
+
+        def broken(*_args: Any, **_kwargs: Any) -> None:
+            raise AttributeError("a name of the future")
+
+        setattr(owner, name, broken)
+        try:
+            engine = Engine(MODEL, {})
+        finally:
+            setattr(owner, name, stock)
+        empty = engine.free_blocks
+        asked = {f"r{number}": 3 + number for number in range(6)}
+        for number, (request_id, count) in enumerate(asked.items()):
+            engine.add(request_id, words(number, 300), count, "p", hold_s=60)
+        until_idle(engine)
+        assert {each: len(engine.outputs[each]) for each in asked} == asked
+        report = told(engine, ["release", "p"])
+        assert (report["on"], report["failures_total"]) == (False, 1), report
+        assert engine.free_blocks == empty
+        assert engine.scheduler.reset_prefix_cache()
+        assert type(engine.scheduler.waiting).__module__.startswith("vllm."), name
+        why_not.append(report["why_not"])
+    assert set(why_not) == {"set_up raised AttributeError"}, why_not
+    return {"why_not": why_not[0]}
 
 
 def check_factory() -> dict[str, Any]:

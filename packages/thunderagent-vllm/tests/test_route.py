@@ -86,6 +86,18 @@ async def test_unknown_methods_and_engines_without_programs_are_refused() -> Non
     assert (await ask(Core()))[0] == 503
 
 
+async def test_route_beside_vllms_own_scheduler_says_so() -> None:
+    """The engine's process knows no such method then; vLLM's client raises what it answers."""
+
+    class Stock:
+        async def call_utility_all_async(self, name: str, _ops: object) -> None:
+            raise RuntimeError(f"Call to {name} method failed: 'EngineCoreProc' object has no attribute '{name}'")
+
+    status, answer = await ask(Stock())
+    assert status == 501
+    assert "--scheduler-cls" in answer["error"]
+
+
 @pytest.mark.parametrize(
     ("keys", "authorization", "client", "status"),
     [

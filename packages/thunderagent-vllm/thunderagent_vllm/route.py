@@ -20,6 +20,9 @@ from typing import Any
 from thunderagent_vllm import PROTOCOL
 
 PATH = "/thunderagent/programs"
+UTILITY = "thunderagent_programs"
+"""The method that `scheduler.py` adds to vLLM's engine."""
+
 MOST_BYTES = 1 << 20
 TIMEOUT_S = 30.0
 """An engine answers between two steps; one that does not is stuck."""
@@ -65,8 +68,10 @@ class Route:
         if not hasattr(client, "call_utility_all_async"):
             return 501, {"error": "this engine takes no messages"}
         try:
-            reports = await asyncio.wait_for(client.call_utility_all_async("thunderagent_programs", ops), TIMEOUT_S)
+            reports = await asyncio.wait_for(client.call_utility_all_async(UTILITY, ops), TIMEOUT_S)
         except Exception as error:
+            if f"has no attribute '{UTILITY}'" in str(error):
+                return 501, {"error": "vLLM's own scheduler runs: --scheduler-cls does not name thunderagent's"}
             return 503, {"error": f"the scheduler did not answer: {type(error).__name__}"}
         first = reports[0] if reports else {}
         return 200, {**first, "protocol": PROTOCOL, "on": all(each.get("on") for each in reports), "ranks": reports}

@@ -103,14 +103,18 @@ def programs_class(base: Any) -> Any:  # noqa: C901 - one class, whose base is k
             **kwargs: Any,
         ) -> None:
             super().__init__(*args, **kwargs)
-            settings = thunderagent_settings
             self._clock = thunderagent_clock
             self._stock_policy = self.policy
-            self._on = False
+            self._on = self._is_set_up = self._acts = self._bounds = False
+            self._looks_at = (False, False)
             self._victim: tuple[Any, int] | None = None
             self._failure_count = self._step_count = 0
+            self._why_not = ""
             self._hook_s = 0.0
             self._now_s = self._clock()
+            self._guarded(self._set_up, thunderagent_settings)
+
+        def _set_up(self, settings: Settings) -> None:
             self._surface = seen = surface.Surface(self)
             self.agents = Agents(
                 settings,
@@ -119,11 +123,11 @@ def programs_class(base: Any) -> Any:  # noqa: C901 - one class, whose base is k
                 block_tokens=seen.block_tokens,
                 budget_tokens=seen.budget_tokens,
             )
+            self._is_set_up = True
             self._acts = settings.mode != "watch"
             self._bounds = self._acts and seen.can_bound and (settings.order or settings.shrink)
             self._small_tokens = seen.generated_tokens
             self._allocate = self.kv_cache_manager.allocate_slots
-            self._looks_at = (False, False)
             if self._acts and settings.order:
                 self._stock_queue = type(self.waiting)
                 self.waiting = ProgramQueue(self._waiting_key)
@@ -369,8 +373,9 @@ def programs_class(base: Any) -> Any:  # noqa: C901 - one class, whose base is k
         def thunderagent_tell(self, ops: list[Any]) -> dict[str, Any]:
             """Carry out the proxy's messages, and report. Never raises."""
             done_count = self._guarded(self._tell, ops) if self._on else 0
-            report = self._guarded(self._report)
-            return {**_versions(), "on": self._on, "done": done_count or 0, **(report or {})}
+            report = self._guarded(self._report) if self._is_set_up else {"failures_total": self._failure_count}
+            said = {**_versions(), "on": self._on, "done": done_count or 0, **(report or {})}
+            return {**said, "why_not": self._why_not} if self._why_not else said
 
         def _tell(self, ops: list[Any]) -> int:
             now_s = self._clock()
@@ -410,8 +415,9 @@ def programs_class(base: Any) -> Any:  # noqa: C901 - one class, whose base is k
             """Return what a hook returns; if it raises, turn off for good and return None."""
             try:
                 return hook(*args)
-            except Exception:
+            except Exception as error:
                 self._failure_count += 1
+                self._why_not = f"{hook.__name__.lstrip('_')} raised {type(error).__name__}"
                 log.exception("thunderagent: a hook failed; vLLM's own order applies from here on")
                 self._turn_off()
                 return None
@@ -423,6 +429,8 @@ def programs_class(base: Any) -> Any:  # noqa: C901 - one class, whose base is k
             self._victim = None
             self.policy = self._stock_policy
             self._look_at(chunks=False, memory=False)
+            if not self._is_set_up:
+                return
             for program_id in [each for each, _ in self.agents.pins.items()]:
                 with suppress(Exception):
                     self.agents.pins.drop(program_id, "dropped")

@@ -40,9 +40,11 @@ def vllm_version() -> tuple[int, ...]:
 
 def missing_names(base: type) -> list[str]:
     """Return what vLLM's scheduler class lacks of what is needed."""
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-
+    try:
+        from vllm.v1.core.block_pool import BlockPool
+        from vllm.v1.core.kv_cache_manager import KVCacheManager
+    except ImportError as error:
+        return [str(error.name)]
     missing = []
     for name, positional_count in HOOKS.items():
         method = getattr(base, name, None)
