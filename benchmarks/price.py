@@ -26,7 +26,7 @@ from rich.table import Table
 
 from benchmarks.kept_runs import Figures, do_runs
 from benchmarks.machine import ROOT, save_results
-from benchmarks.world_cells import H1_LOAD, STANDARD, TELLS_NOTHING, mocker, real_engine
+from benchmarks.world_cells import H1_LOAD, STANDARD, TELLS_NOTHING, real_engine
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.learned.price import MEASURED
 from thunderagent.programs.messages import Event, TurnEnd
@@ -64,8 +64,6 @@ class Kind:
 
     def engine(self, kv_tokens: int) -> EngineConfig:
         """Return one with so much memory."""
-        if self.timing.name == "mocker":  # it slows with the used part of its pool
-            return mocker(kv_tokens)
         return EngineConfig.of(self.timing, kv_tokens=kv_tokens, max_num_batched_tokens=8192)
 
 

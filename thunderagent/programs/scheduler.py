@@ -216,12 +216,16 @@ class Scheduler:
             in_demand = others_wait and account.demand_tokens >= IN_DEMAND_RATIO * account.limit_tokens
             full = correction.computed_tokens >= account.limit_tokens
             wanted, idle_s = in_demand and full, account.idle_held_s
-            claimed_ratio = self.knowledge.last_plan(replica.replica_id).claimed_ratio
+            plan = self.knowledge.last_plan(replica.replica_id)
+            claimed_ratio = plan.claimed_ratio
             count, may_exceed = account.active_count, claimed_ratio > 1.0
             correction.step(book.now_s, active_count=count, wanted=wanted, idle_s=idle_s, may_exceed=may_exceed)
-            if account.demand_tokens > OVERCOMMITTED_RATIO * account.limit_tokens:
+            if plan.may_overfill or account.demand_tokens > OVERCOMMITTED_RATIO * account.limit_tokens:
                 correction.overcommitted(book.now_s)
-            if (ratio := claimed_ratio * correction.ratio) != account.capacity_ratio:
+            ratio = claimed_ratio * correction.ratio
+            if plan.may_overfill:  # nothing is held, so what held programs lost is no reason to leave memory unused
+                ratio = max(1.0, ratio)
+            if ratio != account.capacity_ratio:
                 account.set_limit(account.capacity_tokens, ratio)
 
     def _plan_holding(self) -> None:

@@ -33,9 +33,10 @@ back at any time, and all claims cover what no turn has brought yet. There claim
 the engine gives up what was not used for longest. That is where an engine that holds nothing spends at most a quarter
 of its time on lost histories, even by the upper end of the price.
 
-**Filled.** Where nothing is held and a lost token costs that little, by the geometric mean of the price's ends, claims
-that all fit would leave a part of the memory unused, in which a turn could run. There one program more than fits is let
-in. It waits in the engine's own queue.
+**Filled.** Where nothing is held and a lost token costs that little, by the upper end of the price or the geometric mean
+of its ends, claims that all fit would leave a part of the memory unused, in which a turn could run. There one program
+more than fits is let in. It waits in the engine's own queue. What is lost there says nothing of the memory's size, and
+what was taken from it before, for losses of programs that were held, counts again only when programs are held again.
 
 **The threshold.** H is where one more second of holding no longer pays for all tools together. So one over the lowest
 return rate up to there is what a lost token is worth in seconds of holding; each tool is held by that. That is the
@@ -160,7 +161,7 @@ def plan_holding(
     if not threshold_s or best < HOLDING_GAIN_RATIO * unheld:
         middle_token_s = (least_token_s * most_token_s) ** 0.5
         is_cheap = 0.0 < unheld * middle_token_s * lost_tokens <= CHEAP_LOSS_RATIO
-        return HoldingPlan(0.0, unheld, unheld, may_overfill=is_cheap)
+        return HoldingPlan(0.0, unheld, unheld, may_overfill=is_soft or is_cheap)
     return HoldingPlan(threshold_s, best, unheld, exceeding_ratio)
 
 

@@ -162,7 +162,7 @@ class Engine:
         if self._waiting and not plan.preempted:  # a just preempted request would only come back and preempt again
             self._admit_waiting(plan)
         work = plan.work(batch.count, batch.context_tokens)
-        duration_s = self.config.timing.iteration_s(work)
+        duration_s = self.config.timing.iteration_s(work, self._pool.used_count / self.config.block_count)
         if plan.restored_tokens:
             duration_s += self.config.restore_token_s * plan.restored_tokens
         generated, finished = self._compute(plan, now_s + duration_s)
@@ -188,7 +188,7 @@ class Engine:
             return None
         self._generated_tokens += count
         self._iteration_count += 1
-        return config.timing.decode_s(count, context_tokens)
+        return config.timing.decode_s(count, context_tokens, self._pool.used_count / config.block_count)
 
     def retract_all(self) -> int:
         """Take the blocks of all running requests and let them wait, ahead of later ones; return their number."""

@@ -25,6 +25,8 @@ COSTS_US: Final = {
     "prefill_attention_us": "attention_pair_s",
     "request_overhead_us": "request_overhead_s",
     "prefill_base_us": "prefill_base_s",
+    "decode_pool_us": "decode_pool_s",
+    "decode_pool_square_us": "decode_pool_square_s",
 }
 """Costs of a profile in TOML, in order of writing, and their fields."""
 
@@ -53,8 +55,10 @@ class TimingProfile:
     Seconds: each iteration, each uncached prompt token, each pair of a prompt token and a token it attends to, each
     decoding request, each token of a decoding request's context. `request_overhead_s` is no part of an iteration: what
     passes outside of them from the sending of a request to its first token. `prefill_base_s` is what an iteration costs
-    besides if it computes any prompt. The sizes are those of the engine that was measured, where they are known. Raises
-    ValueError for a negative or infinite cost, and for a size below 1.
+    besides if it computes any prompt. `decode_pool_s` is for engines that slow down with the used part of their pool,
+    whatever its size: what an iteration costs besides if all of it is used, and `decode_pool_square_s` how much less
+    that grows by the square. The sizes are those of the engine that was measured, where they are known. Raises
+    ValueError for a negative or infinite cost, for a size below 1, and if a fuller pool would cost less.
     """
 
     name: str
@@ -69,16 +73,20 @@ class TimingProfile:
     block_size: int | None = None
     max_num_batched_tokens: int | None = None
     prefill_base_s: float = 0.0
+    decode_pool_s: float = 0.0
+    decode_pool_square_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not all(0 <= getattr(self, field) < float("inf") for field in COSTS_US.values()):
             raise ValueError(f"profile {self.name!r}: every cost must be a finite number of seconds, 0 or more")
+        if 2 * self.decode_pool_square_s > self.decode_pool_s:
+            raise ValueError(f"profile {self.name!r}: decode_pool_square may be half of decode_pool at most")
         for name in _SIZES:
             if (size := getattr(self, name)) is not None and size < 1:
                 raise ValueError(f"profile {self.name!r}: {name} must be at least 1, got {size}")
 
-    def iteration_s(self, work: IterationWork) -> float:
-        """Return how long an iteration with this work takes, in seconds."""
+    def iteration_s(self, work: IterationWork, used_ratio: float = 0.0) -> float:
+        """Return how long an iteration with this work takes, in seconds, while that part of the pool is used."""
         return (
             self.base_s
             + (self.prefill_base_s if work.prefill_tokens else 0.0)
@@ -86,11 +94,17 @@ class TimingProfile:
             + self.attention_pair_s * work.attention_pairs
             + self.decode_request_s * work.decode_count
             + self.decode_context_token_s * work.decode_context_tokens
+            + (self.decode_pool_s - self.decode_pool_square_s * used_ratio) * used_ratio
         )
 
-    def decode_s(self, decode_count: int, context_tokens: int) -> float:
+    def decode_s(self, decode_count: int, context_tokens: int, used_ratio: float) -> float:
         """Return how long an iteration takes in which requests with this many tokens in total only decode."""
-        return self.base_s + self.decode_request_s * decode_count + self.decode_context_token_s * context_tokens
+        return (
+            self.base_s
+            + self.decode_request_s * decode_count
+            + self.decode_context_token_s * context_tokens
+            + (self.decode_pool_s - self.decode_pool_square_s * used_ratio) * used_ratio
+        )
 
     def sizes(
         self, *, kv_tokens: int | None, block_size: int | None, max_num_batched_tokens: int | None

@@ -187,11 +187,18 @@ class Engines:
             + timing.attention_pair_s * computed_tokens * (cached_tokens + computed_tokens / 2)
             + timing.decode_request_s * decode_count
             + timing.decode_context_token_s * decode_tokens
+            + self.pool_token_s * (decode_tokens - decode_count * shared_tokens)
         )
         chunks = self.prefill_iterations_count(computed_tokens)
         chunk_tokens = self.max_num_batched_tokens
         prefill = chunks * (cached_tokens - shared_tokens) + chunk_tokens * chunks * (chunks - 1) / 2 + computed_tokens
         return TurnCost(work_s, prefill + decode_tokens - decode_count * shared_tokens)
+
+    @property
+    def pool_token_s(self) -> float:
+        """Return what a used token of the pool costs an iteration at least: least where all are used."""
+        timing = self.timing
+        return (timing.decode_pool_s - timing.decode_pool_square_s) / self.capacity_tokens
 
     def prefill_iterations_count(self, computed_tokens: int) -> int:
         """Return the least number of iterations that compute this many prompt tokens."""

@@ -139,7 +139,7 @@ def test_nothing_more_is_claimed_where_nothing_is_held() -> None:
 
 @pytest.mark.parametrize(
     ("least_token_s", "most_token_s", "is_filled"),
-    [(1e-6, 1e-6, True), (1e-6, 5e-6, True), (1e-6, 1e-4, False), (0.0, 1e-6, False), (1e-6, inf, False)],
+    [(1e-6, 1e-6, True), (1e-6, 5e-6, True), (0.0, 1e-6, True), (1e-6, 1e-4, False), (0.0, 1e-4, False), (1e-6, inf, False)],
 )
 def test_one_more_than_fits_is_let_in_where_nothing_is_held_and_little_is_lost(
     least_token_s: float, most_token_s: float, is_filled: bool
@@ -466,6 +466,21 @@ def loses_half(driver: Driver) -> None:
     for _ in range(40):
         driver.finishes(driver.arrives("loses", 400), 400, 0, 200)
         driver.ticks(0.5)
+
+
+def test_where_the_last_may_exceed_the_memory_losses_say_nothing_of_the_size() -> None:
+    """Nothing is held there: the engine evicts what nobody claims for long. Once programs are held, losses count."""
+    driver = Driver(BreakEven(reserve_tokens=0), replicas={"r0": 1000}, threshold_s=20.0)
+    plans = driver.scheduler.knowledge._plans
+    plans["r0"] = (inf, HoldingPlan(0.0, 1.0, 1.0, may_overfill=True))
+    loses_half(driver)
+    assert limit_ratio(driver) == driver.scheduler.knowledge.corrections["r0"].ratio == 1.0
+    plans["r0"] = (inf, HoldingPlan(20.0, 1.0, 1.0))
+    loses_half(driver)
+    assert limit_ratio(driver) == (corrected := driver.scheduler.knowledge.corrections["r0"].ratio) < 0.9
+    plans["r0"] = (inf, HoldingPlan(0.0, 1.0, 1.0, may_overfill=True))
+    driver.ticks(1.0)
+    assert (limit_ratio(driver), driver.scheduler.knowledge.corrections["r0"].ratio) == (1.0, corrected)
 
 
 def test_while_claims_are_far_above_the_limit_losses_say_nothing_of_the_size() -> None:
