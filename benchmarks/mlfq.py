@@ -32,7 +32,7 @@ from thunderagent.programs.policies.papers.mars_priority import level_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from thunderagent.simulator.engine.sequences import EngineSequence
+    from thunderagent.simulator.engine.records import EngineSequence
 
 QUANTA_TOKENS = (2048, 1024, 512, 256)
 """Token limit of a prompt in an iteration, by level."""

@@ -848,9 +848,9 @@ def test_a_wrong_import_in_the_core_is_found() -> None:
     assert list(wrong_core_imports(module_of(typed, "thunderagent.programs.state.program")))
 
 
-def test_no_modules_of_the_core_import_each_other() -> None:
+def test_no_modules_import_each_other() -> None:
     """Nor do they through a third one, or for a type checker alone."""
-    assert list(circles(core())) == []
+    assert list(circles([module for module in all_modules() if not module.is_in("thunderagent_workflows")])) == []
     ring = [
         module_of(
             f"if TYPE_CHECKING:\n    from thunderagent.programs.{other} import X", f"thunderagent.programs.{name}"

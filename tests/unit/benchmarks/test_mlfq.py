@@ -131,7 +131,7 @@ def test_the_largest_prompt_is_preempted_before_who_generates() -> None:
 
 
 def _plan(engine: Engine):  # type: ignore[no-untyped-def]
-    from thunderagent.simulator.engine.sequences import Plan  # noqa: PLC0415
+    from thunderagent.simulator.engine.records import Plan  # noqa: PLC0415
 
     return Plan(engine.config.max_num_batched_tokens, 1.0)
 

@@ -15,7 +15,7 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from thunderagent.simulator.embedded.scripted import Call
+    from thunderagent.simulator.embedded.tokens import Call
     from thunderagent.simulator.engine.records import FinishedRequest
 
 Json: TypeAlias = dict[str, Any]

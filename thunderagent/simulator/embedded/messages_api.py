@@ -18,8 +18,7 @@ from thunderagent.simulator.embedded.requests import ApiError, ChatBody, Generat
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from thunderagent.simulator.embedded.scripted import Call
-    from thunderagent.simulator.embedded.tokens import WordTokenizer
+    from thunderagent.simulator.embedded.tokens import Call, WordTokenizer
     from thunderagent.simulator.engine.records import FinishedRequest
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

@@ -17,8 +17,7 @@ from thunderagent.simulator.embedded.answers import Json
 from thunderagent.simulator.embedded.requests import ApiError, ChatBody, GenerationBody, Message, json_text
 
 if TYPE_CHECKING:
-    from thunderagent.simulator.embedded.scripted import Call
-    from thunderagent.simulator.embedded.tokens import WordTokenizer
+    from thunderagent.simulator.embedded.tokens import Call, WordTokenizer
     from thunderagent.simulator.engine.records import FinishedRequest
 
 Chat: TypeAlias = list[tuple[str, str]]

@@ -11,13 +11,12 @@ import json
 import math
 import re
 import reprlib
-import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, count
 from typing import Any, Final
 
 from thunderagent.simulator.embedded.requests import ApiError, ChatBody, Json, json_text
-from thunderagent.simulator.embedded.tokens import END_TOKEN, Answer, WordTokenizer, cut_at_stop
+from thunderagent.simulator.embedded.tokens import END_TOKEN, Answer, Call, WordTokenizer, cut_at_stop
 
 PLANNED_CALLS_COUNT: Final = 2
 SUBMISSION: Final = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
@@ -60,20 +59,6 @@ class Tool:
 
     name: str
     schema: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A call of a tool."""
-
-    name: str
-    arguments: Any
-    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
-
-    @property
-    def arguments_text(self) -> str:
-        """Return the arguments as JSON."""
-        return json.dumps(self.arguments, ensure_ascii=False)
 
 
 def planned_calls(tools: list[Tool], choice: str, *, done_count: int, parallel: bool) -> list[Call]:

@@ -12,13 +12,13 @@ from the prompt and the seed alone.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+import json
+import uuid
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-
-    from thunderagent.simulator.embedded.scripted import Call
 
 END_TOKEN: Final = 1
 _MARKERS: Final = {"system": 2, "user": 3, "assistant": 4, "tool": 5, "developer": 6, "tools": 7}
@@ -77,6 +77,20 @@ class WordTokenizer:
             self._id_by_word[word] = token
             self._word_by_id[token] = word
         return token
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a tool."""
+
+    name: str
+    arguments: Any
+    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+
+    @property
+    def arguments_text(self) -> str:
+        """Return the arguments as JSON."""
+        return json.dumps(self.arguments, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ at all: if blocks are short, the engine dissolves it and serves each member sepa
 from __future__ import annotations
 
 from thunderagent.simulator.engine.blocks import BlockPool
-from thunderagent.simulator.engine.sequences import EngineSequence
+from thunderagent.simulator.engine.records import EngineSequence
 
 
 class DecodeBatch:

@@ -11,7 +11,7 @@ their admission: a decoding one takes one token, one with an unfinished prompt t
 is always at the end of that order, because nothing is admitted behind a prompt that exhausted the budget: so decodes
 come first. Then waiting requests are admitted by *rank*, while budget and places last and the whole prompt fits in the
 free blocks. The rank is the arrival, or under the `priority` policy (priority, arrival) with the lower number first.
-Nobody overtakes the head of the queue. A `Discipline` (`sequences.py`) changes that: such an engine orders what runs in
+Nobody overtakes the head of the queue. A `Discipline` (`records.py`) changes that: such an engine orders what runs in
 each iteration, and lets chunks shrink.
 
 **Memory** is a pool of blocks (see `blocks.py`). A request's blocks are freed tail first, so that its head, which
@@ -44,12 +44,14 @@ from thunderagent.simulator.engine.records import (
     Admission,
     EngineConfig,
     EngineRequest,
+    EngineSequence,
     EngineStats,
     FinishedRequest,
+    Plan,
     StepResult,
+    rank_of,
 )
 from thunderagent.simulator.engine.retained import RetainedBlocks
-from thunderagent.simulator.engine.sequences import EngineSequence, Plan, rank_of
 from thunderagent.simulator.engine.tier import Tier
 from thunderagent.simulator.engine.timing import IterationWork
 

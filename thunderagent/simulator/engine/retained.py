@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from thunderagent.simulator.engine.blocks import BlockPool, Holding
 
 if TYPE_CHECKING:
-    from thunderagent.simulator.engine.sequences import EngineSequence
+    from thunderagent.simulator.engine.records import EngineSequence
 
 
 class _Retained(NamedTuple):
