@@ -81,8 +81,7 @@ class Chat:
         self.ends_itself = not any(read.get(name) for name in _ENDING)
         self.digests = [b""]
         for message in messages:
-            spelt = msgspec.json.encode(message, order="sorted")
-            self.digests.append(blake2b(self.digests[-1] + spelt, digest_size=16).digest())
+            self.digests.append(_digest(self.digests[-1] + msgspec.json.encode(message, order="sorted")))
 
     @property
     def digest(self) -> bytes:
