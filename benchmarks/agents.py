@@ -109,7 +109,9 @@ class ScriptedFront:
         app = web.Application(client_max_size=64 * 1024 * 1024)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_route("*", "/{path:.*}", self._pass)
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=3600)) as self._session:
+        # An engine closes idle connections after some seconds, as a turn may just be sent: each gets its own.
+        connector, timeout = aiohttp.TCPConnector(force_close=True), aiohttp.ClientTimeout(total=3600)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as self._session:
             async with self._session.get(f"{self.engine_url}/v1/models") as response:
                 self.model = (await response.json())["data"][0]["id"]
             await self._reset_prefix_cache()

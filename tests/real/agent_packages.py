@@ -73,7 +73,8 @@ def agent_server(environment: Path, *further: str) -> list[str]:
     return [
         f"ports = [{SERVER_PORT}]",
         f"ready_port = {SERVER_PORT}",
-        'environment = { HOME = "/tmp" }',
+        # Without that, LiteLLM asks the network for prices as it is imported, three times, and there is none.
+        'environment = { HOME = "/tmp", LITELLM_LOCAL_MODEL_COST_MAP = "True" }',
         f"command = {json.dumps(command)}",
         mounts(str(base), str(environment.parent.parent), *further),
     ]
