@@ -121,8 +121,8 @@ def serving_last(runner: Runner, console: Console) -> Figures:
 
 
 def serving_rivals(runner: Runner, console: Console) -> Figures:
-    """Simulate the other settings so."""
-    others = [each for each in SETTINGS if each.profile != FP8_KV]
+    """Simulate the other settings so, or those of them that the command line names."""
+    others = [each for each in SETTINGS if each.profile != FP8_KV and each.title[0] in (runner.only or each.title)]
     return _at_last_load(runner, console, others[::-1], POLICIES)
 
 
@@ -502,11 +502,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The papers' figures again, in the simulator.")
     parser.add_argument("figure", choices=COMMANDS)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each, each with other programs")
+    parser.add_argument(
+        "--only", default="", help="for fig4-rivals: settings, by their letters, into a file of its own"
+    )
     parser.add_argument("--jobs", type=int, help="runs at a time (default: one for each core)")
     args = parser.parse_args()
     console = Console()
     console.width = max(console.width, 150)  # the tables' width
-    runner = Runner(seeds_count=args.seeds, jobs_count=args.jobs, console=console)
+    runner = Runner(seeds_count=args.seeds, jobs_count=args.jobs, console=console, only=args.only)
 
     def keep(figures: Figures) -> None:
         report = {
@@ -515,7 +518,7 @@ def main() -> None:
             "figures": figures,
             "goodput": runner.in_time,
         }
-        save_results(f"papers-{args.figure}", report)
+        save_results("-".join(["papers", args.figure, *filter(None, [args.only])]), report)
 
     runner.keep = keep
     keep(COMMANDS[args.figure](runner, console))
