@@ -3,6 +3,7 @@
     scripts/bench papers fig4       # ThunderAgent, Fig. 1, 4, 5, 10: one engine, nine settings: turns/min, hits, time
     scripts/bench papers fig4-last  # the same on 8 bits at the last load, with Continuum and the released code
     scripts/bench papers fig4-rivals  # and on the other settings
+    scripts/bench papers fig4-released  # and with the released code alone
     scripts/bench papers fig2a      # Fig. 2a: how far two replicas drift apart in 90 minutes
     scripts/bench papers fig6a      # Fig. 6a: the parts of a turn's latency, and the waits for sandboxes
     scripts/bench papers fig6b      # Fig. 6b: time between checks, and decay
@@ -121,9 +122,17 @@ def serving_last(runner: Runner, console: Console) -> Figures:
 
 
 def serving_rivals(runner: Runner, console: Console) -> Figures:
-    """Simulate the other settings so."""
-    others = [each for each in SETTINGS if each.profile != FP8_KV]
-    return _at_last_load(runner, console, others[::-1], POLICIES)
+    """Simulate the other settings so, or those of them that the command line names."""
+    return _at_last_load(runner, console, _others(runner), POLICIES)
+
+
+def serving_released(runner: Runner, console: Console) -> Figures:
+    """Simulate in the other settings what the authors ship alone, beside no policy at all."""
+    return _at_last_load(runner, console, _others(runner), ("passthrough", "thunderagent-released"))
+
+
+def _others(runner: Runner) -> list[Setting]:
+    return [each for each in SETTINGS if each.profile != FP8_KV and each.title[0] in (runner.only or each.title)]
 
 
 def _at_last_load(runner: Runner, console: Console, settings: Sequence[Setting], policies: Sequence[str]) -> Figures:
@@ -477,6 +486,7 @@ COMMANDS: dict[str, Callable[[Runner, Console], Figures]] = {
     "fig4": serving,
     "fig4-last": serving_last,
     "fig4-rivals": serving_rivals,
+    "fig4-released": serving_released,
     "fig2a": imbalance,
     "fig6a": breakdown,
     "fig6b": ablation,
@@ -502,11 +512,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The papers' figures again, in the simulator.")
     parser.add_argument("figure", choices=COMMANDS)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each, each with other programs")
+    parser.add_argument(
+        "--only", default="", help="for fig4-rivals: settings, by their letters, into a file of its own"
+    )
     parser.add_argument("--jobs", type=int, help="runs at a time (default: one for each core)")
     args = parser.parse_args()
     console = Console()
     console.width = max(console.width, 150)  # the tables' width
-    runner = Runner(seeds_count=args.seeds, jobs_count=args.jobs, console=console)
+    runner = Runner(seeds_count=args.seeds, jobs_count=args.jobs, console=console, only=args.only)
 
     def keep(figures: Figures) -> None:
         report = {
@@ -515,7 +528,7 @@ def main() -> None:
             "figures": figures,
             "goodput": runner.in_time,
         }
-        save_results(f"papers-{args.figure}", report)
+        save_results("-".join(["papers", args.figure, *filter(None, [args.only])]), report)
 
     runner.keep = keep
     keep(COMMANDS[args.figure](runner, console))

@@ -239,6 +239,10 @@ def companions() -> Iterator[str]:
     yield f"{all_of('continuum', 'throughput_ratio')}; with a fixed time to live {fixed}"
     yield f"{all_of('concur', 'hit_ratio', 100, 0)} % against {all_of('fcfs', 'hit_ratio', 100, 0)} %"
     yield f"faster in two of four: {all_of('concur', 'throughput_ratio')}"
+    turns, times = (all_of("breakeven", figure) for figure in ("throughput_ratio", "latency_ratio"))
+    yield f"turns a minute of `breakeven` {turns}, mean time of a program {times}"
+    turns, times = (all_of("thunderagent", figure) for figure in ("throughput_ratio", "latency_ratio"))
+    yield f"of `thunderagent` {turns} and {times}"
 
 
 def orbit() -> Iterator[str]:
@@ -272,12 +276,13 @@ def orbit() -> Iterator[str]:
 def orbit_front() -> Iterator[str]:
     found = {(each["policy"], each["figure"]): each for each in figures("orbit-front")["found"]}
     for policy, shown, digits in (
-        ("breakeven", "{} for `breakeven`", 1),
+        ("breakeven", "{} for `breakeven` (wrong ones {})", 1),
         ("breakeven, STEP", "{} with STEP", 2),
         ("breakeven, JUDGE", "{} with JUDGE", 2),
     ):
-        each = found[policy, "latency of right tasks / FCFS"]
-        yield shown.format(f"{each['mean']:.{digits}f} ± {each['half_width']:.{digits}f}")
+        right, wrong = (found[policy, f"latency of {what} tasks / FCFS"] for what in ("right", "wrong"))
+        wide = f"{right['mean']:.{digits}f} ± {right['half_width']:.{digits}f}"
+        yield shown.format(wide, f"{wrong['mean']:.2f} ± {wrong['half_width']:.2f}")
 
 
 REGIMES = ("125k", "167k", "220k", "263k")
