@@ -23,8 +23,8 @@ class Settings:
     order: bool = True
     """Order requests by level and program; otherwise as vLLM does."""
     program_order: bool = True
-    """Of one level, held programs wait first, then the oldest; before all, who has starved; and a prompt leaves tokens of
-    an iteration for a better level that waits. Otherwise by level, then arrival."""
+    """Of one level, held programs wait first, then the oldest; before all, who has starved; and a prompt leaves tokens
+    of an iteration for a better level that waits. Otherwise by level, then arrival."""
     quanta: bool = False
     """Bound a prompt's tokens in an iteration by its level."""
     shrink: bool = True
