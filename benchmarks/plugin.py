@@ -21,7 +21,7 @@ import json
 import os
 import subprocess
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -190,12 +190,13 @@ FIGURES: Mapping[str, Sequence[tuple[str, str]]] = {
 """GPU and arm: Fig. 7 and 10; and Fig. 13, whose base is `mars` of the former."""
 
 
-def mars_runs(figure: str, seeds: range, programs_count: int) -> list[MarsRun]:
-    """Return the runs of a figure."""
+def mars_runs(figure: str, seeds: range, programs_count: int, only: Container[str] | None = None) -> list[MarsRun]:
+    """Return the runs of a figure, or `only` those of some, each as GPU:ARM."""
     return [
         (regime, gpu, MARS_LOAD, arm, seed, programs_count)
         for seed in seeds
         for gpu, arm in FIGURES[figure]
+        if only is None or f"{gpu}:{arm}" in only
         for regime in reversed(REGIMES)
     ]
 
@@ -206,10 +207,10 @@ def simulated(run: MarsRun) -> dict[str, float]:
     return run_one(Task("fig13", regime, gpu, load, arm, seed, programs_count), lambda: None)
 
 
-def make_mars(figure: str, seeds: range, programs_count: int, name: str) -> None:
+def make_mars(figure: str, seeds: range, programs_count: int, name: str, only: Container[str] | None) -> None:
     """Do the runs on vLLM's scheduler and in the simulator; the stored result is complete after each."""
     describe_code()
-    runs = mars_runs(figure, seeds, programs_count)
+    runs = mars_runs(figure, seeds, programs_count, only)
     model = ensure_model(256, 4, max_model_len=8192)
     site = sysconfig.get_path("purelib")
     script = f"import runpy, sys; runpy.run_path({str(TESTS / 'mars.py')!r}, run_name='__main__')"
@@ -259,6 +260,7 @@ def main() -> None:
     add("--steps", action="store_true", help="measure what a step costs; stores results")
     add("--figure", choices=FIGURES, help="make a paper's figures on vLLM's scheduler; stores results")
     add("--mars-programs", type=int, default=200, help="programs of a run of --figure mars")
+    add("--mars-only", metavar="GPU:ARM,...", help="of --figure: some of its runs, as h100:mars,h100:infercept")
     add("--name", help="of the result file of --claims, --steps or --figure")
     add("--out", type=Path, help="write every run here, as JSON")
     arguments = parser.parse_args()
@@ -271,7 +273,9 @@ def main() -> None:
         measure_steps(arguments.name or "plugin-steps")
         return
     if arguments.figure is not None:
-        make_mars(arguments.figure, seeds, arguments.mars_programs, arguments.name or f"plugin-{arguments.figure}")
+        only = arguments.mars_only.split(",") if arguments.mars_only else None
+        name = arguments.name or f"plugin-{arguments.figure}"
+        make_mars(arguments.figure, seeds, arguments.mars_programs, name, only)
         return
     counts = [int(each) for each in arguments.programs.split(",")]
     names = arguments.arms.split(",")

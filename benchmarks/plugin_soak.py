@@ -143,7 +143,7 @@ class Soak:
                     await self.engine.stop()
         return self.figures(result)
 
-    async def grow(self) -> dict[str, Any]:
+    async def grow(self, warmup_s: float) -> dict[str, Any]:
         """Run the load on one engine that is not killed; return the figures of its memory."""
         timeout = aiohttp.ClientTimeout(total=120)
         async with aiohttp.ClientSession(timeout=timeout) as self.client, RealEngine(self.config) as self.engine:
@@ -157,8 +157,8 @@ class Soak:
             "tried_again": result.retry_count,
             "programs_ended": result.finished_program_count,
             "faults": dict(self.counts),
-            "lines": growth_lines(self.samples, WARMUP_S, self.seconds),
-            "second_half": growth_lines(self.samples, (WARMUP_S + self.seconds) / 2, self.seconds),
+            "lines": growth_lines(self.samples, warmup_s, self.seconds),
+            "second_half": growth_lines(self.samples, (warmup_s + self.seconds) / 2, self.seconds),
             "plugin": {name: report.get(name) for name in ("on", "failures_total", "steps_total", "pins_total")},
             "samples": self.samples,
         }
@@ -339,8 +339,9 @@ def compare_growth(args: argparse.Namespace) -> None:
     arms = []
     for arm in args.arms.split(","):
         soak = Soak(args.minutes, args.programs, args.port, args.engine_port, args.seed, arm=arm)
-        arms.append(asyncio.run(soak.grow()))
-        save_results(args.name, {"minutes": args.minutes, "programs": args.programs, "seed": args.seed, "arms": arms})
+        arms.append(asyncio.run(soak.grow(args.warmup_s)))
+        of_all = {name: getattr(args, name) for name in ("minutes", "warmup_s", "programs", "seed")}
+        save_results(args.name, {**of_all, "arms": arms})
     for found in arms:
         print(f"{found['arm']}: {found['turns']} turns, {found['lost_turns']} lost")
         for part in ("lines", "second_half"):
@@ -362,6 +363,7 @@ def main() -> None:
     add("--engine-port", type=int, default=18732)
     add("--seed", type=int, default=0)
     add("--growth", action="store_true", help="compare the memory of the engine's processes with vLLM's own scheduler")
+    add("--warmup-s", type=float, default=WARMUP_S, help="of --growth: after which the lines begin")
     add("--arms", default="stock,plugin", help="of --growth, in this order")
     add("--name", help="of the result file")
     args = parser.parse_args()

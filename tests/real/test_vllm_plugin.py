@@ -47,7 +47,10 @@ def run_in_vllm(script: str, *arguments: str, timeout_s: float = 1200) -> list[d
     return lines
 
 
-CHECKS = ("order", "quanta", "pins", "expiry_and_reset", "shrinking", "no_wedge", "histories", "faults", "set_up", "factory")
+CHECKS = (
+    *("order", "quanta", "pins", "expiry_and_reset", "shrinking", "no_wedge"),
+    *("histories", "faults", "set_up", "factory"),
+)
 
 
 def test_decisions_hold_on_the_real_scheduler(vllm: None) -> None:

@@ -454,15 +454,14 @@ def plugin() -> Iterator[str]:
                 ratios.append(f"{least[0] / ours['vllm'][each]:.2f} ({least[1] / ours['simulated'][each]:.2f})")
             yield f"| {gpu.upper()}, {regime} | {seconds} | `{best}` | {' | '.join(ratios)} |"
     for arm in ("no coordinator", "no control plane", "no co-scheduler", "mars, stock engine"):
-        ratios = [
-            "{:.2f} ({:.2f})".format(
-                *(
-                    of["h100", regime, arm][where]["mean_s"] / of["h100", regime, "mars"][where]["mean_s"]
-                    for where in ("vllm", "simulated")
-                )
-            )
-            for regime in REGIMES
-        ]
+        ratios = []
+        for regime in REGIMES:
+            alone, whole = of["h100", regime, arm], of["h100", regime, "mars"]
+            both = [
+                "/".join(f"{alone[where][each] / whole[where][each]:.2f}" for each in percentiles)
+                for where in ("vllm", "simulated")
+            ]
+            ratios.append("{} ({})".format(*both))
         yield f"| {arm} | {' | '.join(ratios)} |"
     apart = {
         arm: max(

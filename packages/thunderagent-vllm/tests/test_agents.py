@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from thunderagent_vllm import agents as agents_module
 from thunderagent_vllm.agents import Agents, hold_of
+from thunderagent_vllm.levels import quantum_tokens
 from thunderagent_vllm.settings import Settings, read_settings
 
 
@@ -366,3 +367,24 @@ def test_preset_mars_has_none_of_this_projects_own_rules() -> None:
     assert (made.room_turns, made.starve_rounds, made.stale_gaps) == (0.0, 0.0, 0.0)
     assert made.stale_s >= made.hold_s  # no pin is stale before it is over
     assert (made.quanta, made.largest_first, made.shrink_floor) == (True, True, 0.0)
+    assert not made.program_order
+
+
+def test_preset_mars_orders_by_level_then_arrival() -> None:
+    """Not by program, nor by what is held, nor by age beyond promotion; a level is served whether or not others wait."""
+    made = Agents(read_settings({"preset": "mars"}), AnyPool(), pool_blocks=100, block_tokens=32, budget_tokens=2048)
+    for program in ("old", "pinned"):
+        made.arrived(program, program, 10, None, 0.0)
+        made.started(program, 0.0, is_reading=True)
+        made.ended(program, 5, [1, 2] if program == "pinned" else None, 1.0)
+    made.arrived("long", "long", 40_000, None, 1.0)
+    for request_id in ("new-1", "old-1", "pinned-1"):
+        made.arrived(request_id, request_id[:-2], 10, None, 2.0)
+    assert "pinned" in made.pins
+    assert order(made, 2.0, "long", "new-1", "old-1", "pinned-1") == ["new-1", "old-1", "pinned-1", "long"]
+    assert order(made, 200.0, "new-1", "old-1", "pinned-1") == ["new-1", "old-1", "pinned-1"]
+    made.started("long", 2.0, is_reading=True)
+    made.begin_step(2.0, made.calls["new-1"], head_fits=True)
+    wanted = quantum_tokens(2048, made.calls["long"].level_now)
+    for _ in range(10):  # of an iteration: nothing is left for the one that waits
+        assert made.chunk_tokens("long", 2000, None, is_alone=False, generating_count=0) == wanted

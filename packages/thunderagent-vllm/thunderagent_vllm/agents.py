@@ -255,7 +255,7 @@ class Agents:
     def begin_step(self, now_s: float, head: Call | None, head_fits: bool) -> None:
         """Begin an iteration: `head` waits first, and `head_fits` says whether it could be admitted."""
         self._given_tokens = 0
-        self._head = head if head_fits else None
+        self._head = head if head_fits and self.settings.program_order else None
         self._reserved_tokens = 0
         if self._head is not None:
             self._head.level_now = self.level(self._head, now_s)
@@ -272,6 +272,8 @@ class Agents:
         call = self.calls.get(request_id)
         if call is None or not self.settings.order:
             return (priority, 1, 0, 0, 0, arrival_s)
+        if not self.settings.program_order:
+            return (priority, not call.is_preempted, self.level(call, now_s), False, 0, arrival_s)
         if now_s - call.arrived_s >= self._starve_s:
             return (priority, not call.is_preempted, -1, False, 0, call.arrived_s)
         is_pinned = call.program_id is not None and call.program_id in self.pins

@@ -22,6 +22,9 @@ class Settings:
     """`on`; `watch`: count only; `off`; `force`: on, whatever vLLM's version."""
     order: bool = True
     """Order requests by level and program; otherwise as vLLM does."""
+    program_order: bool = True
+    """Of one level, held programs wait first, then the oldest; before all, who has starved; and a prompt leaves tokens
+    of an iteration for a better level that waits. Otherwise by level, then arrival."""
     quanta: bool = False
     """Bound a prompt's tokens in an iteration by its level."""
     shrink: bool = True
@@ -57,6 +60,7 @@ class Settings:
 
 
 MARS = {
+    "program_order": False,
     "quanta": True,
     "shrink_floor": 0.0,
     "largest_first": True,
