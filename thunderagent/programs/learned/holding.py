@@ -63,8 +63,11 @@ REFRESH_S: Final = 5.0
 BISECTIONS_COUNT: Final = 30
 """Precision of a prediction: the memory divided by 2 so many times."""
 
-HOLDING_GAIN_RATIO: Final = 1.02
-"""Programs are held if that is predicted to make this many times the turns: a prediction is not exact."""
+HOLDING_GAIN_RATIO: Final = 1.06
+"""Programs are held if that is predicted to make this many times the turns: a prediction is not exact. Where turns alone
+fill the memory, it cannot be seen what part of an iteration's time is for its tokens, so a gain of a few per cent may be
+a loss of as many.
+"""
 
 CLAIMED_RATIO: Final = 0.95
 """Part of the memory that may be claimed where programs are held."""
