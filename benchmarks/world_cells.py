@@ -81,10 +81,10 @@ LONG_TOOLS = Clipped(LogNormal(4.0, 1.2), 0.1, 120.0)
 
 
 def first_try(turns_count: int, tool_s: float) -> AgentWorkload:
-    """Return a stranger's first programs."""
+    """Return a stranger's first programs, as `scripts/bench peers` runs them: a system prompt comes before all."""
     turns = (turns_count, turns_count)
-    name = f"first-try-{turns_count}"
-    return agents(name, turns=turns, first=(700, 700), new=(200, 400), output=(24, 64), tool=Constant(tool_s))
+    shape: dict[str, Any] = {"first": (700, 700), "new": (150, 450), "output": (24, 64), "shared": 200}
+    return agents(f"first-try-{turns_count}", turns=turns, tool=Constant(tool_s), **shape)
 
 
 def middle(tool: Distribution, name: str) -> AgentWorkload:

@@ -33,10 +33,10 @@ back at any time, and all claims cover what no turn has brought yet. There claim
 the engine gives up what was not used for longest. That is where an engine that holds nothing spends at most a quarter
 of its time on lost histories, even by the upper end of the price.
 
-**Filled.** Where nothing is held and a lost token costs that little, by the upper end of the price or the geometric mean
-of its ends, claims that all fit would leave a part of the memory unused, in which a turn could run. There one program
-more than fits is let in. It waits in the engine's own queue. What is lost there says nothing of the memory's size, and
-what was taken from it before, for losses of programs that were held, counts again only when programs are held again.
+**Filled.** Where nothing is held and a lost token costs that little, by the upper end of the price or by the geometric
+mean of its ends, claims that all fit would leave a part of the memory unused, in which a turn could run. There one
+program more than fits is let in. It waits in the engine's own queue. What is lost there says nothing of the memory's
+size, and what was taken from it for earlier losses counts again only when programs are held again.
 
 **The threshold.** H is where one more second of holding no longer pays for all tools together. So one over the lowest
 return rate up to there is what a lost token is worth in seconds of holding; each tool is held by that. That is the
@@ -63,8 +63,11 @@ REFRESH_S: Final = 5.0
 BISECTIONS_COUNT: Final = 30
 """Precision of a prediction: the memory divided by 2 so many times."""
 
-HOLDING_GAIN_RATIO: Final = 1.02
-"""Programs are held if that is predicted to make this many times the turns: a prediction is not exact."""
+HOLDING_GAIN_RATIO: Final = 1.06
+"""Programs are held if that is predicted to make this many times the turns: a prediction is not exact. Where turns
+alone fill the memory, it cannot be seen what part of an iteration's time is for its tokens: a predicted gain of a few
+per cent may be a loss.
+"""
 
 CLAIMED_RATIO: Final = 0.95
 """Part of the memory that may be claimed where programs are held."""

@@ -139,7 +139,14 @@ def test_nothing_more_is_claimed_where_nothing_is_held() -> None:
 
 @pytest.mark.parametrize(
     ("least_token_s", "most_token_s", "is_filled"),
-    [(1e-6, 1e-6, True), (1e-6, 5e-6, True), (0.0, 1e-6, True), (1e-6, 1e-4, False), (0.0, 1e-4, False), (1e-6, inf, False)],
+    [
+        (1e-6, 1e-6, True),
+        (1e-6, 5e-6, True),
+        (0.0, 1e-6, True),
+        (1e-6, 1e-4, False),
+        (0.0, 1e-4, False),
+        (1e-6, inf, False),
+    ],
 )
 def test_one_more_than_fits_is_let_in_where_nothing_is_held_and_little_is_lost(
     least_token_s: float, most_token_s: float, is_filled: bool

@@ -42,7 +42,14 @@ def whole_turn_s(kv_tokens: int, prompt_tokens: int, output_tokens: int) -> floa
 
 @pytest.mark.parametrize(
     ("prompt_tokens", "output_tokens", "measured_s"),
-    [(1002, 8, 0.1017), (1002, 32, 0.3224), (1002, 64, 0.6130), (4002, 8, 0.2236), (4002, 32, 0.6452), (4002, 64, 1.218)],
+    [
+        (1002, 8, 0.1017),
+        (1002, 32, 0.3224),
+        (1002, 64, 0.6130),
+        (4002, 8, 0.2236),
+        (4002, 32, 0.6452),
+        (4002, 64, 1.218),
+    ],
 )
 def test_a_simulated_mocker_takes_as_long_as_a_real_one(
     prompt_tokens: int, output_tokens: int, measured_s: float
