@@ -62,7 +62,7 @@ class Lent(asyncio.Transport):
         super().__init__()
         self.get_extra_info = transport.get_extra_info  # type: ignore[method-assign]  # aiohttp asks five times
         self.is_closing = transport.is_closing  # type: ignore[method-assign]  # and this before each write
-        self.resume_reading = NoneType  # type: ignore[method-assign,assignment]  # and this twice, of what nobody paused
+        self.resume_reading = NoneType  # type: ignore[method-assign]  # and this twice, of what nobody paused
         self._lender = lender
         self._transport: asyncio.Transport | None = transport
         self._borrower: Borrower | None = borrower
@@ -109,7 +109,7 @@ class Lent(asyncio.Transport):
             return
         self._transport = self._borrower = None
         del self.is_closing
-        self.close = NoneType  # type: ignore[method-assign,assignment]  # aiohttp closes what it no longer has
+        self.close = NoneType  # type: ignore[method-assign]  # aiohttp closes what it no longer has
         borrower.connection_lost(None)
         lender.answered(stays=stays)
 
