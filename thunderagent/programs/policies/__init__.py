@@ -1,4 +1,4 @@
-"""Policies and the parts that they can be composed of, one file each, and their names."""
+"""Policies and the parts that they can be composed of, and their names."""
 
 from __future__ import annotations
 
