@@ -6,16 +6,19 @@ import asyncio
 import json
 import os
 from collections import defaultdict
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import httpx2
 import pytest
 
 from benchmarks.engine_kinds import MODEL_NAME
+from benchmarks.real_engine import RealEngine
+from tests.loopback import free_ports
+from tests.real.conftest import _engine_config
 from tests.real.support import CHAT, COMPLETIONS, chat, completion, metrics, words
 
 if TYPE_CHECKING:
-    from benchmarks.real_engine import RealEngine
     from tests.real.conftest import RunProxy
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -128,20 +131,20 @@ async def test_vllm_program_keeps_its_own_and_new_ones_begin_anew(
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600, func_only=True)
-async def test_vllm_reuses_nothing_older_in_a_thousand_updates_under_load(
-    engines: tuple[RealEngine, RealEngine], run_proxy: RunProxy
-) -> None:
+async def test_vllm_reuses_nothing_older_in_a_thousand_updates_under_load(vllm: None, run_proxy: RunProxy) -> None:
     """All prompts are alike, and after each update some turn is the first: it hits nothing. No program is too old.
 
     FENCE_UPDATES says how many updates.
     """
     updates_count = int(os.environ.get("FENCE_UPDATES", "1000"))
     bound = ("--fence-max-lag-count", str(MAX_LAG_COUNT), "--fence-when-stale", "finish")
+    (port,) = free_ports(1)
     async with (
-        run_proxy((engines[0],), "--fence", "turn", *bound, "--rollouts", "ids") as proxy,
+        RealEngine(replace(_engine_config(port), ready_timeout_s=600)) as engine,
+        run_proxy((engine,), "--fence", "turn", *bound, "--rollouts", "ids") as proxy,
         httpx2.AsyncClient(base_url=proxy.url, timeout=120) as client,
     ):
-        asks, body = Asks(client, engines[0]), chat(words(300, seed=97), 2)
+        asks, body = Asks(client, engine), chat(words(300, seed=97), 2)
         through, answered, statuses = 0, asyncio.Event(), defaultdict[int, int](int)
 
         async def update() -> None:
