@@ -1,7 +1,7 @@
 """Supplies chats with exact prompts: what is known of earlier turns, and the engine's part of it.
 
 `reading/exact_prefix.py` says what is exact. Here it is remembered by program what a turn's tokens were, within a bound
-that tenants share, and the turn's own engine is asked to render: twice, at once, while the turn holds its lease. What
+that tenants share, and the turn's own engine is asked to render, twice, while the turn holds its lease. What
 fails, or takes too long, leaves the turn as its client sent it.
 """
 
@@ -112,10 +112,11 @@ class ExactPrefixes:
         self._known.move_to_end(program_id)
         if not known.ends_itself:
             raise Refused("cut")
-        render = partial(self._rendered, way, granted, headers)
+        asked = chat.until(count + 1)
         try:
             async with asyncio.timeout(RENDER_S):
-                history, whole = await asyncio.gather(render(chat.until(count + 1)), render(body))
+                history = await self._rendered(way, granted, headers, asked)
+                whole = await self._rendered(way, granted, headers, body)
         except (ReplicaError, TimeoutError, *UNREADABLE):
             raise Refused("engine") from None
         prompt = exact(known, history, whole)
