@@ -81,7 +81,7 @@ class Chat:
         self.ends_itself = not any(read.get(name) for name in _ENDING)
         self.digests = [b""]
         for message in messages:
-            self.digests.append(_digest(self.digests[-1] + _spelt(message)))
+            self.digests.append(_digest(self.digests[-1] + msgspec.json.encode(message, order="sorted")))
 
     @property
     def digest(self) -> bytes:
@@ -89,18 +89,9 @@ class Chat:
         return self.digests[-1]
 
     def until(self, count: int) -> bytes:
-        """Return a request to render the first `count` messages, the last an answer that has ended.
-
-        Raises `Refused` for numbers that cannot be spelt again.
-        """
-        return _spelt({**self.body, "messages": self.messages[:count], "add_generation_prompt": False})
-
-
-def _spelt(value: dict[str, Any]) -> bytes:
-    try:
-        return msgspec.json.encode(value, order="sorted")
-    except (OverflowError, RecursionError):  # a number of more than 64 bits
-        raise Refused("unsupported") from None
+        """Return a request to render the first `count` messages, the last an answer that has ended."""
+        asked = {**self.body, "messages": self.messages[:count], "add_generation_prompt": False}
+        return msgspec.json.encode(asked)
 
 
 class Known:
@@ -168,7 +159,7 @@ def answer_in(message: dict[str, Any]) -> bytes:
     try:
         said = text, _thoughts(message), [_call(call) for call in calls]
         return _digest(msgspec.json.encode(said, order="sorted"))
-    except (KeyError, TypeError, AttributeError, OverflowError):
+    except (KeyError, TypeError, AttributeError):
         return b""
 
 

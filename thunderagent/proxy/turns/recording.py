@@ -17,7 +17,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from thunderagent.leases import Lease
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.reading.capture import Capture, Captured, ask
-from thunderagent.proxy.reading.exact_prefix import Chat, Refused
+from thunderagent.proxy.reading.exact_prefix import Chat, Prefix, Refused
 from thunderagent.proxy.reading.outline import read_aside
 from thunderagent.proxy.reading.taken import Taken
 from thunderagent.proxy.turns.prefixes import Answered, ExactPrefixes, Supplied
@@ -43,7 +43,8 @@ class Recording:
         """What makes exact prompts, if anything does."""
         self.supplied: Supplied | None = None
         """The exact prompt that was sent."""
-        self._prefix = ""
+        self._prefix: Prefix | None = None
+        """Why there is none, if one was wanted."""
         self._chat: Chat | None = None
         self._granted: Lease | None = None
         self._pieces: list[bytes] = []
@@ -73,7 +74,7 @@ class Recording:
     ) -> bytes:
         """Return the body with an exact prompt, if one is certain, and wanted by what its client `said`."""
         assert self.prefixes is not None
-        self.supplied, self._prefix, self._granted = None, "", granted
+        self.supplied, self._prefix, self._granted = None, None, granted
         known = self._replicas.known.get(granted.replica_id)
         if known is None or not self.prefixes.supplies(said):
             return body
@@ -221,7 +222,7 @@ class Recording:
             cached_tokens=cached_tokens,
             salt=record.salt,
         )
-        if self.prefixes is not None and (self._prefix or self.supplied is not None):
+        if self.prefixes is not None and (self._prefix is not None or self.supplied is not None):
             turn.prefix = self._prefix_of(self.prefixes, entry, record, captured)
         has_answers = request.body.rfind(_ROLE_MARK) >= 0 if path in _WITH_MESSAGES else None
         if record.generation and record.generation != entry.rollout.generation:
@@ -237,7 +238,7 @@ class Recording:
 
     def _prefix_of(self, prefixes: ExactPrefixes, entry: Entry, record: Record, captured: Captured | None) -> str:
         """Return what became of the turn's prompt, and have the turn remembered for the next one's."""
-        prefix = self._prefix or "engine"
+        prefix: Prefix = self._prefix or "engine"
         if captured is not None and self._chat is not None and self._granted is not None:
             body = self._edited if self._edited is not None else b"".join(self._pieces)
             prompt_tokens, output_tokens, _ = record.usage
