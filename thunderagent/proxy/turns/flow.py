@@ -354,7 +354,7 @@ class Turns:
             try:
                 send: Any = forwarding.send if granted.engine_priority is None else forwarding.send_in_order
                 send = partial(self._send_exactly, send) if is_exact else send
-                upstream = await send(exchange, record, granted, headers, body)
+                upstream: Answer = await send(exchange, record, granted, headers, body)
             except ReplicaError as error:
                 lives, now_s = self._lives(record), self._leases.now_s()
                 forwarding.failed(lease, error)

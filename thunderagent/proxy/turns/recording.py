@@ -236,7 +236,7 @@ class Recording:
         if table.take(entry, taken):
             self._rollouts.attend(entry)
 
-    def _prefix_of(self, prefixes: ExactPrefixes, entry: Entry, record: Record, captured: Captured | None) -> str:
+    def _prefix_of(self, prefixes: ExactPrefixes, entry: Entry, record: Record, captured: Captured | None) -> Prefix:
         """Return what became of the turn's prompt, and have the turn remembered for the next one's."""
         prefix: Prefix = self._prefix or "engine"
         if captured is not None and self._chat is not None and self._granted is not None:
