@@ -26,6 +26,7 @@ from thunderagent.proxy.gate.keys.quotas import Quotas
 from thunderagent.proxy.gate.rate_limit import RateLimits
 from thunderagent.proxy.judge import Judge, JudgeCollector
 from thunderagent.proxy.judge.judge import Asker
+from thunderagent.proxy.turns.prefixes import PrefixCollector
 from thunderagent.proxy.watch.autoscaling import AutoscalingCollector
 from thunderagent.proxy.watch.metrics import StateCollector
 from thunderagent.proxy.watch.open_files import OpenFiles
@@ -86,6 +87,7 @@ def described() -> list[Described]:
     registry.register(JudgeCollector(Judge(runtime, _nobody)))
     recorded = Rollouts(RolloutSettings(False, None, 1, 1, 1.0, 1), runtime)
     registry.register(RolloutCollector(recorded))
+    registry.register(PrefixCollector({}))
     of_gateways = GatewayCollector(RemoteRuntime(CarriedTurns("g", 1), RemoteSettings()))
     links = Links(runtime, replicas, Poller(Polls(runtime, replicas), PollerSettings()), gateway_lost_s=5.0)
     collectors = [*dict.fromkeys(registry._collector_to_names), of_gateways, CellCollector(links.report)]  # noqa: SLF001 - there is no other way

@@ -262,7 +262,7 @@ def _prefixes(
     if settings.prefix is None:
         return None
     prefixes = ExactPrefixes(client, runtime, settings.prefix, int(MEMORY_RATIO * settings.memory_bytes))
-    registry.register(PrefixCollector(prefixes))
+    registry.register(PrefixCollector(prefixes.counts))
     return prefixes
 
 

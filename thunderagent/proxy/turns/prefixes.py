@@ -258,9 +258,9 @@ class _OfProgram:
 class PrefixCollector(Collector):
     """Reports what became of prompts."""
 
-    def __init__(self, prefixes: ExactPrefixes) -> None:
-        """Read `prefixes`."""
-        self._prefixes = prefixes
+    def __init__(self, counts: Mapping[Prefix, int]) -> None:
+        """Read `counts`, as they are then."""
+        self._counts = counts
 
     def collect(self) -> Iterator[Metric]:
         """Yield the family."""
@@ -269,6 +269,6 @@ class PrefixCollector(Collector):
             "Turns whose exact prompt was to be supplied, by what became of that.",
             labels=("prefix",),
         )
-        for prefix, count in sorted({"supplied": 0, **self._prefixes.counts}.items()):
+        for prefix, count in sorted({"supplied": 0, **self._counts}.items()):
             found.add_metric((prefix,), count)
         yield found
