@@ -70,9 +70,14 @@ FIG4_POLICIES = ("continuum", "thunderagent", "thunderagent-released", "breakeve
 
 def fig4() -> Iterator[str]:
     older, last, rivals = figures("fig4"), figures("fig4-last"), figures("fig4-rivals")
+    released = {
+        title: rows
+        for path in sorted(RESULTS.glob("papers-fig4-released-*.json"))
+        for title, rows in json.loads(path.read_text())["figures"].items()
+    }
     for shown, of_file in SETTINGS.items():
         title = of_file or shown
-        measured = [by_policy(each[title]["rows"]) for each in (last, rivals, older) if title in each]
+        measured = [by_policy(each[title]["rows"]) for each in (last, rivals, older, released) if title in each]
         of = {policy: each[policy]["ratio"] for each in reversed(measured) for policy in each}
         cells = [cell(of[policy]) if policy in of else "" for policy in FIG4_POLICIES]
         paper = next(each[title]["paper_ratio"] for each in (last, older) if title in each)
@@ -195,6 +200,20 @@ def fig6b() -> Iterator[str]:
 
     yield f"7 s reaches {percent('thunderagent:half_life_s=7.273')} of the limit"
     yield f"the default x = 2 {percent('thunderagent:half_life_s=1')}, `breakeven` {100 * mean(of['breakeven']):.0f} %"
+
+
+def fig7b() -> Iterator[str]:
+    of = {(row["programs"], row["prefilling"]): row for row in figures("fig7b")["splits"]}
+
+    def by_load(split: int, figure: str) -> str:
+        return ", ".join(f"{mean(of[load, split][figure]):.0f}" for load in (24, 48, 96))
+
+    named = {1: "1 of 4 for prefill", 2: "2 of 4", 3: "3 of 4"}
+    splits = ", ".join(f"{name} {by_load(split, 'turns_per_min')}" for split, name in named.items())
+    yield f"four nodes that do both {by_load(0, 'turns_per_min')}; {splits}; with 48"
+    hits = [f"{100 * mean(of[48, split]['hit_ratio']):.0f}" for split in range(4)]
+    ended = [f"{mean(of[48, split]['programs_per_hour']):.0f}" for split in range(4)]
+    yield f"hits of {hits[0]} %, and {', '.join(hits[1:])} %, programs an hour {ended[0]}, and {', '.join(ended[1:])}"
 
 
 def oracle() -> Iterator[str]:
@@ -537,7 +556,7 @@ def nova() -> Iterator[str]:
 
 
 CLAIMS = (
-    *(fig4, fig10, table2, fig2a, fig6a, fig6b, oracle, tiers, agents, companions, orbit, orbit_front),
+    *(fig4, fig10, table2, fig2a, fig6a, fig6b, fig7b, oracle, tiers, agents, companions, orbit, orbit_front),
     *(mars, mars_evictions, mars_tails, mars_fig8, mars_fig11, mars_fig13, plugin, nalar, nova),
 )
 
