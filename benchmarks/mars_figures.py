@@ -191,7 +191,7 @@ def evicted_by_tenth(result: RunResult) -> dict[str, float]:
     counts = [0] * len(TENTHS)
     before = 0
     for sample in result.samples:
-        evicted = sum(replica.evicted_blocks_count for replica in sample.replicas)
+        evicted = sum(replica.lost_blocks_count for replica in sample.replicas)
         counts[min(len(TENTHS) - 1, int(len(TENTHS) * sample.now_s / result.simulated_s))] += evicted - before
         before = evicted
     return dict(zip(TENTHS, map(float, counts), strict=True)) | {"simulated_s": round(result.simulated_s, 1)}

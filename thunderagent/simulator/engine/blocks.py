@@ -82,7 +82,7 @@ class BlockPool:
         self._run_by_key: dict[int, Run] = {}
         self._ring = Run([])  # the next to go comes after it, the last to go before it
         Run([], block_count).link_before(self._ring)
-        self.evicted_count = 0
+        self.lost_count = 0
         """How many full blocks lost their content to others."""
         self.version = 0
         """Changes whenever references are taken or returned, and when its owner says that more can be shared."""
@@ -147,7 +147,7 @@ class BlockPool:
             if not (keys or run.blank_count):
                 run.unlink()
             count -= taken
-        self.evicted_count += cached_count - len(run_by_key)
+        self.lost_count += cached_count - len(run_by_key)
         return holding
 
     def acquire(self, holding: Holding, runs: Iterable[Run]) -> None:

@@ -106,7 +106,7 @@ class Engine:
             tier_query_tokens=self._tier_query_tokens,
             tier_hit_tokens=self._tier_hit_tokens,
             tier_block_count=self.config.tier_block_count,
-            evicted_block_count=self._pool.evicted_count,
+            lost_block_count=self._pool.lost_count,
         )
 
     def submit(self, request: EngineRequest, now_s: float) -> None:

@@ -164,7 +164,7 @@ class EngineStats:
 
     A prompt counts with its first token, and so does the part of it that was computed. Prefix queries and hits are in
     tokens and count first admissions only; those of the tier are what the pool had not, and what of that the tier had.
-    Evicted blocks were full, and lost their content to others.
+    Lost blocks were full, and lost their content to others.
     """
 
     running_count: int
@@ -182,7 +182,7 @@ class EngineStats:
     tier_query_tokens: int = 0
     tier_hit_tokens: int = 0
     tier_block_count: int = 0
-    evicted_block_count: int = 0
+    lost_block_count: int = 0
 
     @property
     def kv_usage_ratio(self) -> float:

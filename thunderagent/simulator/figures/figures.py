@@ -114,14 +114,14 @@ class Goodput:
 class ReplicaSample:
     """One replica at one time. `demand_tokens` is what programs claim, `used_tokens` what running turns reference.
 
-    `evicted_blocks_count` is since the replica came up.
+    `lost_blocks_count` is since the replica came up.
     """
 
     demand_tokens: int
     used_tokens: int
     running_count: int
     waiting_count: int
-    evicted_blocks_count: int = 0
+    lost_blocks_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)

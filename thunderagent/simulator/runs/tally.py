@@ -122,7 +122,7 @@ class Tally:
                     used_tokens=stats.used_block_count * self._scenario.engine.block_size,
                     running_count=stats.running_count,
                     waiting_count=stats.waiting_count,
-                    evicted_blocks_count=stats.evicted_block_count,
+                    lost_blocks_count=stats.lost_block_count,
                 )
             )
         demands_tokens = [sample.demand_tokens for sample in samples]

@@ -53,11 +53,11 @@ def test_only_full_blocks_that_others_take_are_evicted() -> None:
     pool.release(kept)
     pool.release(blank)
     pool.allocate(2)
-    assert pool.evicted_count == 0
+    assert pool.lost_count == 0
     pool.allocate(1)
-    assert pool.evicted_count == 1
+    assert pool.lost_count == 1
     pool.allocate(1)
-    assert pool.evicted_count == 2
+    assert pool.lost_count == 2
 
 
 def test_expired_blocks_are_taken_first_unless_somebody_uses_them() -> None:
