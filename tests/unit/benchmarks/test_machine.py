@@ -11,7 +11,7 @@ import pytest
 from benchmarks import machine
 from benchmarks.machine import ROOT, code_hash, save_results
 
-ELSEWHERE = {"minisweagent", "torch"}
+ELSEWHERE = {"minisweagent", "openhands", "torch"}
 """What some benchmarks run on, in environments of their own."""
 
 
