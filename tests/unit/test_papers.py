@@ -143,7 +143,8 @@ def table2() -> Iterator[str]:
         closed, batch = by_policy(found[name]["closed"]), by_policy(found[name]["batch"])
         paper = found[name]["paper"]
         ratio = f"{paper['thunderagent_per_min'] / paper['gateway_per_min']:.2f}"
-        shipped = ""
+        alone = by_policy(figures("table2-released")["mini-swe-agent"]["closed"])
+        shipped = f"{cell(alone['thunderagent-released']['ratio'])} "
         if name == "openhands":
             parts = figures("fig6a")["parts"]  # of the same loop
             assert mean(parts["thunderagent"]["turns_per_min"]) == mean(closed["thunderagent"]["turns_per_min"])
