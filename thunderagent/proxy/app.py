@@ -151,7 +151,9 @@ def build_app(
         websockets,
         sandboxes,
         judge,
-        partial(Recording, recorded, replicas, _prefixes(recorded, client, runtime, registry)) if recorded else None,
+        partial(Recording, recorded, replicas, _prefixes(recorded, client, runtime, registry))
+        if recorded is not None
+        else None,
         Fence(fence, replicas, runtime, [runtime.abort_turns]) if fence is not None else None,
     )
     runtime.turn_aborters.append(flow.abort)
