@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from tests.e2e.conftest import OpenPage
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.xdist_group("browser")]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 SITE = ROOT / "out" / "site"
 BUILD_S = 900.0

@@ -31,6 +31,7 @@ LAYERS = 4
 MAX_MODEL_LEN = 4096
 POOL_BLOCKS = 256
 MAX_SEQS = 8  # so that few requests fill the engine
+SGLANG_POOL_TOKENS = 6000
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -94,6 +95,15 @@ def engine(engines: tuple[RealEngine, RealEngine]) -> RealEngine:
     return engines[0]
 
 
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def sglang_engine(sglang: None, request: pytest.FixtureRequest) -> AsyncIterator[RealEngine]:
+    """Run one SGLang. Its log stays if a test failed."""
+    async with RealEngine(sglang_config()) as engine:
+        yield engine
+    if not request.session.testsfailed:
+        engine.log_path.unlink(missing_ok=True)
+
+
 @pytest.fixture(scope="session")
 def run_proxy(tmp_path_factory: pytest.TempPathFactory) -> RunProxy:
     """Run `thunderagent serve OPTIONS` in front of engines: `async with run_proxy(engines, *options) as proxy`."""
@@ -137,6 +147,22 @@ def docker_engine(require_real: Callable[[str], NoReturn]) -> Iterator[DockerEng
             yield engine
     except DockerEngineError as error:
         require_real(f"no Docker engine: {error}")
+
+
+def sglang_config(*extra_args: str) -> RealEngineConfig:
+    """Return an SGLang that serves one request at a time, and keeps tagged memory."""
+    (port,) = free_ports(1)
+    return RealEngineConfig(
+        engine="sglang",
+        hidden_size=HIDDEN_SIZE,
+        layers=LAYERS,
+        pool_blocks=SGLANG_POOL_TOKENS,
+        block_size=1,
+        max_model_len=MAX_MODEL_LEN,
+        port=port,
+        core=None,
+        extra_args=("--max-running-requests", "1", "--enable-session-radix-cache", *extra_args),
+    )
 
 
 def _engine_config(port: int) -> RealEngineConfig:
