@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import httpx2
@@ -18,6 +20,7 @@ from tests.loopback import free_ports
 from tests.real.docker_engine import DockerEngine, DockerEngineError, ensure_docker, import_busybox_image
 from tests.real.redis_server import ensure_redis
 from tests.real.support import until_all_up
+from thunderagent.backends.kv_events import KvEventsEndpoint
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -31,6 +34,7 @@ LAYERS = 4
 MAX_MODEL_LEN = 4096
 POOL_BLOCKS = 256
 MAX_SEQS = 8  # so that few requests fill the engine
+PUBLISHED_BLOCKS = 160
 SGLANG_POOL_TOKENS = 6000
 
 
@@ -93,6 +97,27 @@ async def engines(vllm: None, request: pytest.FixtureRequest) -> AsyncIterator[t
 def engine(engines: tuple[RealEngine, RealEngine]) -> RealEngine:
     """One of the engines."""
     return engines[0]
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def publishing(vllm: None) -> AsyncIterator[tuple[RealEngine, KvEventsEndpoint]]:
+    """Run an engine that serves one request at a time, and whose KV events show when it computed which blocks."""
+    port, events_port, replay_port = free_ports(3)
+    # vLLM connects to an address without a * instead of listening on it.
+    kv_events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{events_port}",
+        "replay_endpoint": f"tcp://*:{replay_port}",
+    }
+    config = replace(
+        _engine_config(port),
+        pool_blocks=PUBLISHED_BLOCKS,
+        extra_args=("--max-num-seqs", "1", "--kv-events-config", json.dumps(kv_events)),
+    )
+    addresses = (f"tcp://127.0.0.1:{events_port}", f"tcp://127.0.0.1:{replay_port}")
+    async with RealEngine(config) as engine:
+        yield engine, KvEventsEndpoint("r", *addresses)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

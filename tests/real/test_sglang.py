@@ -577,7 +577,8 @@ async def test_an_engine_that_serves_low_numbers_first_is_given_them_as_they_are
 @pytest.mark.parametrize("policy", ["passthrough", "thunderagent", "breakeven"])
 async def test_the_standard_load_runs_without_an_error(sglang: None, policy: str) -> None:
     """Sixteen programs on a pool for half of them: all turns are answered, all programs released, with many hits."""
-    whole = replace(sglang_config(), pool_blocks=16_000, max_model_len=8192, extra_args=("--max-running-requests", "16"))
+    more = ("--max-running-requests", "16")
+    whole = replace(sglang_config(), pool_blocks=16_000, max_model_len=8192, extra_args=more)
     async with RealEngine(whole) as engine, serve_proxy([engine.url], Contestant.parse(policy)) as url:
         result = await run_load(LoadSpec(programs=16), url, is_proxy=True, warmup_s=20, measure_s=60)
     logging.getLogger(__name__).info("%s: %.0f turns/min, hits %s", policy, result.turns_per_min, result.hit_ratio)
