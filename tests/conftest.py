@@ -64,7 +64,7 @@ def loggers_are_not_kept() -> Iterator[None]:
 
 
 LONGEST_FIRST = (
-    *("engines", "e2e/test_site", "real/test_packages", "real/test_sandboxes", "real/test_docker_driver"),
+    *("vllm", "sglang", "e2e/test_site", "real/test_packages", "real/test_sandboxes", "real/test_docker_driver"),
     *("real/test_integrations", "real/test_deployment", "real/test_faults", "e2e/test_dashboard"),
 )
 """Groups of real parts that take minutes: what is left for the end is short, so that all processes end together."""
@@ -72,13 +72,13 @@ LONGEST_FIRST = (
 
 @pytest.hookimpl(tryfirst=True)  # before the groups are read
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group tests of real parts to run in parallel: all of vLLM and SGLang, which are large, and those of each file."""
+    """Group tests of real parts to run in parallel: those of each kind of engine, and those of each other file."""
     places = {}
     for item in items:
         folder, file = item.path.with_suffix("").parts[-2:]
         if folder in ("real", "e2e") or item.get_closest_marker("real") is not None:
-            has_engine = not {"vllm", "sglang"}.isdisjoint(getattr(item, "fixturenames", ()))
-            group = "engines" if has_engine else f"{folder}/{file}"
+            kinds = [kind for kind in ("vllm", "sglang") if kind in getattr(item, "fixturenames", ())]
+            group = kinds[0] if kinds else f"{folder}/{file}"
             item.add_marker(pytest.mark.xdist_group(group))
             places[item] = LONGEST_FIRST.index(group) if group in LONGEST_FIRST else len(LONGEST_FIRST)
     items.sort(key=lambda item: places.get(item, -1))
