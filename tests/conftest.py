@@ -63,9 +63,11 @@ def loggers_are_not_kept() -> Iterator[None]:
         yield
 
 
+OF_THE_CHECKOUT = ("e2e/test_site", "real/test_packages", "integration/test_tutorial")
+"""Files that build packages in this folder, where setuptools leaves its notes: never two at a time."""
 LONGEST_FIRST = (
-    *("vllm", "sglang", "e2e/test_site", "real/test_packages", "real/test_sandboxes", "real/test_docker_driver"),
-    *("real/test_integrations", "real/test_deployment", "real/test_faults", "e2e/test_dashboard"),
+    *("vllm", "sglang", "checkout", "real/test_sandboxes", "real/test_docker_driver", "real/test_integrations"),
+    *("real/test_deployment", "real/test_faults", "e2e/test_dashboard", "real/test_damaged_store"),
 )
 """Groups of real parts that take minutes: what is left for the end is short, so that all processes end together."""
 
@@ -78,7 +80,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder, file = item.path.with_suffix("").parts[-2:]
         if folder in ("real", "e2e") or item.get_closest_marker("real") is not None:
             kinds = [kind for kind in ("vllm", "sglang") if kind in getattr(item, "fixturenames", ())]
-            group = kinds[0] if kinds else f"{folder}/{file}"
+            group = "checkout" if f"{folder}/{file}" in OF_THE_CHECKOUT else f"{folder}/{file}"
+            group = kinds[0] if kinds else group
             item.add_marker(pytest.mark.xdist_group(group))
             places[item] = LONGEST_FIRST.index(group) if group in LONGEST_FIRST else len(LONGEST_FIRST)
     items.sort(key=lambda item: places.get(item, -1))
