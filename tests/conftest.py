@@ -63,7 +63,7 @@ def loggers_are_not_kept() -> Iterator[None]:
         yield
 
 
-OF_THE_CHECKOUT = ("e2e/test_site", "real/test_packages", "integration/test_tutorial")
+OF_THE_CHECKOUT = ("e2e/test_site", "real/test_packages")
 """Files that build packages in this folder, where setuptools leaves its notes: never two at a time."""
 LONGEST_FIRST = (
     *("vllm", "sglang", "checkout", "real/test_sandboxes", "real/test_docker_driver", "real/test_integrations"),
@@ -77,13 +77,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Group tests of real parts to run in parallel: those of each kind of engine, and those of each other file."""
     places = {}
     for item in items:
-        folder, file = item.path.with_suffix("").parts[-2:]
-        if folder in ("real", "e2e") or item.get_closest_marker("real") is not None:
+        file = "/".join(item.path.with_suffix("").parts[-2:])
+        if file.startswith(("real/", "e2e/")):
             kinds = [kind for kind in ("vllm", "sglang") if kind in getattr(item, "fixturenames", ())]
-            group = "checkout" if f"{folder}/{file}" in OF_THE_CHECKOUT else f"{folder}/{file}"
-            group = kinds[0] if kinds else group
+            group = [*kinds, "checkout" if file in OF_THE_CHECKOUT else file][0]
             item.add_marker(pytest.mark.xdist_group(group))
             places[item] = LONGEST_FIRST.index(group) if group in LONGEST_FIRST else len(LONGEST_FIRST)
+        elif item.get_closest_marker("real") is not None:
+            raise pytest.UsageError(f"{item.nodeid} is real, and not in a folder that `scripts/test --real` collects")
     items.sort(key=lambda item: places.get(item, -1))
 
 

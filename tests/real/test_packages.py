@@ -264,3 +264,14 @@ def test_readme_alone_leads_from_a_checkout_to_an_agent_and_the_tests(tmp_path: 
         with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
             assert b'thunderagent_turns_total{outcome="finished"} 2.0' in answer.read()
     assert " passed" in run(f"{shell[1].strip()} tests/unit/test_bodies.py")
+
+
+def test_the_installation_of_the_tutorial_works(tmp_path: Path) -> None:
+    """Its commands run in an empty environment, from this checkout."""
+    page = (ROOT / "docs" / "start" / "simulated.md").read_text()
+    install = re.findall(r"^```sh\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[0]
+    script = install.replace(".venv", str(tmp_path / "venv")).replace("pip install .", f"pip install --quiet {ROOT}")
+    shell = ["bash", "-euc", f"{script}\nthunderagent --version"]
+    done = subprocess.run(shell, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^thunderagent \d", done.stdout, re.MULTILINE)
