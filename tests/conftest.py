@@ -68,8 +68,9 @@ OF_THE_CHECKOUT = ("e2e/test_site", "real/test_packages")
 LONGEST_FIRST = (
     *("vllm", "sglang", "checkout", "real/test_sandboxes", "real/test_docker_driver", "real/test_integrations"),
     *("real/test_deployment", "real/test_faults", "e2e/test_dashboard", "real/test_damaged_store"),
+    *("real/test_takeover", "real/test_coding_clis", "real/test_mini_swe_agent", "real/test_agents_bench"),
 )
-"""Groups of real parts that take minutes: what is left for the end is short, so that all processes end together."""
+"""Groups of real parts that take a minute or more: what is left is short, so that all processes end together."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before the groups are read
