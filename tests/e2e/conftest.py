@@ -39,7 +39,7 @@ async def browser(require_real: Callable[[str], NoReturn]) -> AsyncIterator[Brow
         require_real(str(error))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def open_page(browser: Browser) -> OpenPage:
     """Open the dashboard of a proxy: `async with open_page(url) as page`.
 

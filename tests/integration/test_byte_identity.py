@@ -159,7 +159,7 @@ def _cut(data: bytes, random: Random) -> Iterator[bytes]:
     "cases_count",
     [
         pytest.param(1000, marks=pytest.mark.timeout(180)),
-        pytest.param(10_000, marks=[pytest.mark.real, pytest.mark.timeout(600)]),
+        pytest.param(10_000, marks=[pytest.mark.nightly, pytest.mark.timeout(600)]),
     ],
 )
 async def test_random_bodies_and_answers_pass_as_they_are(cases_count: int) -> None:

@@ -65,7 +65,7 @@ async def converse(client: httpx2.AsyncClient, program_id: str, seed: int) -> li
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 async def test_turns_extend_each_other_though_the_tokenizer_would_not(
-    run_proxy: RunProxy, tmp_path: Path, kind: str
+    vllm: None, sglang: None, run_proxy: RunProxy, tmp_path: Path, kind: str
 ) -> None:
     """With an exact prompt each turn after an ended answer extends it; without, four in ten do not."""
     template = tmp_path / "template.jinja"

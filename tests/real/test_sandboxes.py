@@ -146,7 +146,7 @@ class Rollout:
         await self.asks(program_id)
         assert (await self.takes_turn(program_id)).status_code == 200
         report = await self.is_usable(program_id)
-        write = f"dd if=/dev/urandom of=/written bs=1M count={WRITTEN_BYTES // MB}"
+        write = f"dd if=/dev/zero of=/written bs=1M count={WRITTEN_BYTES // MB}"
         await asyncio.to_thread(self.output, report["handle"], write)
         assert (await self.takes_turn(program_id)).status_code == 200
         if release:
