@@ -66,7 +66,7 @@ from thunderagent.programs.messages import MAX_NEXT_TURN_S, OFFLOAD, RETAIN, Pro
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.reading.answers import AnswerError, Completions
 from thunderagent.proxy.reading.body_fields import in_utf8
-from thunderagent.proxy.reading.dialects import NO_USAGE, TURN_DIALECTS, Dialect
+from thunderagent.proxy.reading.dialects import NO_USAGE, TURN_DIALECTS, Dialect, Usage
 from thunderagent.proxy.reading.identity import IdentityRules, TurnRequest, identify, identify_side_call
 from thunderagent.proxy.reading.inference import Chain, Key, Prompt, prompt_of
 from thunderagent.proxy.reading.target import Target
@@ -265,16 +265,17 @@ def read_turn(
     if dialect is None or turn is None:
         turn = _unread(target, headers, body, rules)
         if tenancy is not None:
-            turn = turn._replace(tenant=tenancy.named(""))
+            turn.tenant = tenancy.named("")
         if tenancy is not None and not tenancy.may_touch(turn.told_id or None):
-            turn = turn._replace(told_id="")
+            turn.told_id = ""
     else:
         if tenancy is not None and (tenant := tenancy.named(turn.tenant)) != turn.tenant:
-            turn = turn._replace(tenant=tenant)
+            turn.tenant = tenant
         if turn.program_id is None and (rules.infers_programs or turn.bucket) and turn.has_whole_prompt:
             prompt = prompt_of(body, dialect, turn.tenant, turn.bucket)
     if chosen_id is not None:
-        return turn._replace(program_id=None, source="anonymous", is_final=False, told_id=""), None
+        turn.program_id, turn.source, turn.is_final, turn.told_id = None, "anonymous", False, ""
+        return turn, None
     return turn, prompt
 
 
@@ -335,6 +336,8 @@ class Record:
     """What its answer began with, if that is an error of the engine's own."""
     is_judged = False
     """Whether `error` is known of the whole answer, before it is relayed."""
+    sound_usage: Usage | None = None
+    """The usage in a whole answer that surely reports no error, if it was read so."""
     had_head = False
     """Whether its engine had begun an answer that broke off: only one that went down may have it begun again."""
     tries_count = 0
