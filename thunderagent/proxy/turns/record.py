@@ -43,7 +43,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from datetime import UTC, datetime
 from hashlib import blake2b
 from math import inf
@@ -72,7 +72,7 @@ from thunderagent.proxy.reading.inference import Chain, Key, Prompt, prompt_of
 from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.turns.aborts import ABORTABLE_PATHS, COMPLETIONS_PATH
 from thunderagent.proxy.turns.heartbeat import HeldStream
-from thunderagent.proxy.wire.headers import FAIL_OPEN_HEADER, HOLD_HEADER, NOTE_HEADER, REPLICA_HEADER, identity_headers
+from thunderagent.proxy.wire.headers import FAIL_OPEN_HEADER, HOLD_HEADER, NOTE_HEADER, REPLICA_HEADER, put_identity
 
 # --- What its client says of its waiting
 
@@ -475,8 +475,16 @@ class Record:
 
     def headers(self) -> dict[str, str]:
         """Return the headers about the turn for its answer."""
+        headers: dict[str, str] = {}
+        self.put_headers(headers)
+        return headers
+
+    def put_headers(self, headers: MutableMapping[str, str]) -> None:
+        """Put the headers about the turn into those of its answer."""
         turn = self.turn
-        headers = identity_headers(turn.program_id or turn.told_id or None, turn.source)
+        program_id = turn.program_id or turn.told_id
+        if program_id:
+            put_identity(headers, program_id, turn.source)
         headers[HOLD_HEADER] = str(round(self.held_s * 1000)) if self.held_s else "0"
         if self.replica_id is not None:
             headers[REPLICA_HEADER] = self.replica_id
@@ -484,7 +492,6 @@ class Record:
                 headers[FAIL_OPEN_HEADER] = "1"
         if turn.note:
             headers[NOTE_HEADER] = turn.note
-        return headers
 
 
 def ask_for(

@@ -92,7 +92,7 @@ class Relay:
         headers = forwarded_response_headers(upstream.headers, upstream.notes, keep_length=not streams)
         if LOCATION in headers:
             lead_back(headers, granted.url, granted.replica_id, record.target)
-        headers.update(record.headers())
+        record.put_headers(headers)
         if streams and not (exchange.begun and upstream.status >= 400):
             return self._stream(exchange, record, lease, upstream, headers)
         return self._whole(exchange, record, lease, upstream, headers)
