@@ -223,13 +223,14 @@ class LeavingPlace(ReplicaPlace):
 class ActingPlace(ReplicaPlace):
     """Acting programs: the sum of their claims may fade with time, and those held too long are found."""
 
-    __slots__ = ("hint_tokens", "kept_expiring")
+    __slots__ = ("_entered_count", "hint_tokens", "kept_expiring")
 
     def __init__(self, kind: Kind, replica: Replica, rank_of: RankOf) -> None:
         """Create an empty place."""
         super().__init__(kind, replica, rank_of)
         self.hint_tokens = 0
         """Tokens that clients' hints keep here for longer than the policy would have."""
+        self._entered_count = 0
         self.kept_expiring: RankedSet[Program] | None = None
         """The order of `expiring`, once somebody has asked for it: readers use this, because it changes nothing."""
 
@@ -237,6 +238,8 @@ class ActingPlace(ReplicaPlace):
         """Add a program."""
         if self._account.decayed is not None:
             self._account.decayed.add(program.claim_tokens, program.acting_since_s, now_s)
+        self._entered_count += 1
+        program.acting_number = self._entered_count
         if self.kept_expiring is not None and program.hold_until_s < inf:
             self.kept_expiring.add(program, program.hold_until_s)
         if program.hint_keeps:
@@ -268,7 +271,7 @@ class ActingPlace(ReplicaPlace):
         if self.kept_expiring is None:
             self.kept_expiring = RankedSet()
             here = [program for program in self.replica.programs.values() if program.place is self]
-            here.sort(key=_acting_since_s_of)  # as they came
+            here.sort(key=_acting_number_of)
             for program in here:
                 if program.hold_until_s < inf:
                     self.kept_expiring.add(program, program.hold_until_s)
@@ -328,8 +331,8 @@ class ActingPlace(ReplicaPlace):
         return gone
 
 
-def _acting_since_s_of(program: Program) -> float:
-    return program.acting_since_s
+def _acting_number_of(program: Program) -> int:
+    return program.acting_number
 
 
 def replica_of(program: Program) -> Replica:
