@@ -255,7 +255,8 @@ class Forwarding:
             )
             if upstream.status == 200 and CONTENT_ENCODING not in upstream.headers:  # engines send errors as they are
                 if upstream.content_type == "text/event-stream":
-                    record.first_error = await self._first_of_stream(replica_id, upstream)
+                    if not begins_well(upstream.peek()):
+                        record.first_error = await self._first_of_stream(replica_id, upstream)
                 elif CONTENT_LENGTH in upstream.headers and int(upstream.headers[CONTENT_LENGTH]) <= MOST_JUDGED_BYTES:
                     if not upstream.is_whole:
                         await self._client.whole_within(replica_id, upstream, MOST_JUDGED_BYTES)
@@ -289,13 +290,11 @@ class Forwarding:
         return None if found is None or found.is_callers or found.is_abort else found
 
     async def _first_of_stream(self, replica_id: str, upstream: Answer) -> AnswerError | None:
-        """Return the engine's own error with which a stream of status 200 begins, before anything is relayed.
+        """Return the engine's own error with which a stream begins that may not begin well, before it is relayed.
 
         Raises `ReplicaError` if it breaks off before its first event.
         """
         begun = upstream.peek()
-        if begins_well(begun):
-            return None
         if not (upstream.is_whole or says_something(begun) or await self._has_begun(replica_id, upstream)):
             return None
         begun = upstream.peek()
