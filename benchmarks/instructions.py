@@ -1,7 +1,8 @@
 """Count the instructions of a turn of `thunderagent serve` in past commits: the cost of a change, on a busy machine.
 
 Each commit runs under valgrind's callgrind before an engine that answers at once, one turn after another. What the
-process does beside turns is measured in some seconds without one, and subtracted.
+process does beside turns is measured in some seconds without one, and subtracted. Instead of a commit a folder may be
+named that holds the package: so compiled ones are counted.
 """
 
 from __future__ import annotations
@@ -24,9 +25,22 @@ from benchmarks.machine import ROOT, save_results
 from benchmarks.processes import die_with_parent
 from thunderagent.provision.base import free_port
 
-WARM_COUNT, PROGRAMS_COUNT = 200, 20
+WARM_COUNT, PROGRAMS_COUNT = 400, 20
+"""After so many turns the first fits are done."""
+
+SLOWER = 50
 IDLE_S = 4.0
 START_S = 300.0
+
+SLOWED = f"""
+import runpy, time
+real_s = time.monotonic
+begun_s = real_s()
+time.monotonic = lambda: begun_s + (real_s() - begun_s) / {SLOWER}
+runpy.run_module("thunderagent", run_name="__main__")
+"""
+"""Starts it with a clock that is as slow as everything is here: else what it does every few seconds (prices are fitted
+anew every fifteen) would weigh as much as all turns between."""
 
 
 async def take_turn(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> None:
@@ -66,12 +80,12 @@ async def measure(package: Path, turns_count: int) -> dict[str, float]:
 
         async with instant_engine() as engine_port:
             valgrind = ("valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={out}")
-            serve = ("-m", "thunderagent", "serve", "--backends", f"http://127.0.0.1:{engine_port}")
+            serve = ("-c", SLOWED, "serve", "--backends", f"http://127.0.0.1:{engine_port}")
             quiet = ("--port", str(port), "--poll-interval-s", "30", "--log-format", "json")
             process = subprocess.Popen(
                 [*die_with_parent(), *valgrind, sys.executable, *serve, *quiet],
                 cwd=package,
-                env={**os.environ, "PYTHONHASHSEED": "0"},
+                env={**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": str(package)},
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
             )
@@ -102,15 +116,19 @@ async def measure_all(revisions: list[str], turns_count: int, rounds_count: int)
     """Return the counts of each commit, in turn, and the mean of a turn."""
     runs: dict[str, list[dict[str, float]]] = {revision: [] for revision in revisions}
     with TemporaryDirectory() as folder:
+        trees = {each: Path(each).resolve() for each in revisions if Path(each, "thunderagent").is_dir()}
         for revision in revisions:
-            Path(folder, revision).mkdir()
+            if revision in trees:
+                continue
+            trees[revision] = Path(folder, revision)
+            trees[revision].mkdir()
             archive = subprocess.run(
                 ["git", "archive", revision, "thunderagent"], cwd=ROOT, check=True, capture_output=True
             )
-            subprocess.run(["tar", "-x", "-C", str(Path(folder, revision))], input=archive.stdout, check=True)
+            subprocess.run(["tar", "-x", "-C", str(trees[revision])], input=archive.stdout, check=True)
         for _ in range(rounds_count):
             for revision in revisions:
-                runs[revision].append(await measure(Path(folder, revision), turns_count))
+                runs[revision].append(await measure(trees[revision], turns_count))
                 print(revision, runs[revision][-1], flush=True)
     # A second without turns may include a poll: take the median second.
     idle_per_s = median(each["idle_per_s"] for of_revision in runs.values() for each in of_revision)
@@ -128,7 +146,7 @@ async def measure_all(revisions: list[str], turns_count: int, rounds_count: int)
 def main() -> None:
     """Measure, print and save the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("revisions", nargs="+", metavar="REV", help="commits, each with its parent beside it")
+    parser.add_argument("revisions", nargs="+", metavar="REV", help="commits, or folders with the package")
     parser.add_argument("--turns", type=int, default=200, metavar="N", help="(200)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="(3)")
     parser.add_argument("--keep", action="store_true", help="keep the figures in benchmarks/results")

@@ -648,6 +648,7 @@ class Program:
 
     __slots__ = (
         "_story",
+        "acting_number",
         "acting_since_s",
         "away_s",
         "branches",
@@ -728,6 +729,8 @@ class Program:
         """How long the tool before its last turn ran."""
         self.censored_after_s: float | None = None
         """How long its tool had run when its claim was taken: after that time less is known."""
+        self.acting_number = 0
+        """Its number among those that began to act there, by which equals are ordered."""
         self.hold_until_s = inf
         self.hint: Hint | None = None
         """Its client's hint on its next turn."""

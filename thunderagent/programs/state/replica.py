@@ -223,22 +223,25 @@ class LeavingPlace(ReplicaPlace):
 class ActingPlace(ReplicaPlace):
     """Acting programs: the sum of their claims may fade with time, and those held too long are found."""
 
-    __slots__ = ("expiring", "hint_tokens")
+    __slots__ = ("_entered_count", "hint_tokens", "kept_expiring")
 
     def __init__(self, kind: Kind, replica: Replica, rank_of: RankOf) -> None:
         """Create an empty place."""
         super().__init__(kind, replica, rank_of)
         self.hint_tokens = 0
         """Tokens that clients' hints keep here for longer than the policy would have."""
-        self.expiring: RankedSet[Program] = RankedSet()
-        """Programs by the time until which they are worth holding, if they have one."""
+        self._entered_count = 0
+        self.kept_expiring: RankedSet[Program] | None = None
+        """The order of `expiring`, once somebody has asked for it: readers use this, because it changes nothing."""
 
     def enter(self, program: Program, now_s: float) -> None:
         """Add a program."""
         if self._account.decayed is not None:
             self._account.decayed.add(program.claim_tokens, program.acting_since_s, now_s)
-        if program.hold_until_s < inf:
-            self.expiring.add(program, program.hold_until_s)
+        self._entered_count += 1
+        program.acting_number = self._entered_count
+        if self.kept_expiring is not None and program.hold_until_s < inf:
+            self.kept_expiring.add(program, program.hold_until_s)
         if program.hint_keeps:
             self.hint_tokens += program.claim_tokens
         ReplicaPlace.enter(self, program, now_s)  # quicker than by super()
@@ -248,8 +251,8 @@ class ActingPlace(ReplicaPlace):
         ReplicaPlace.leave(self, program, now_s)
         if self._account.decayed is not None:
             self._account.decayed.remove(program.claim_tokens, program.acting_since_s, now_s)
-        if program.hold_until_s < inf:
-            self.expiring.discard(program)
+        if self.kept_expiring is not None:
+            self.kept_expiring.discard(program)
         if program.hint_keeps:
             self.hint_tokens -= program.claim_tokens
 
@@ -261,6 +264,18 @@ class ActingPlace(ReplicaPlace):
         if program.hint_keeps:
             self.hint_tokens += program.claim_tokens - claim_tokens
         super().resize(program, claim_tokens, growth_tokens, now_s)
+
+    @property
+    def expiring(self) -> RankedSet[Program]:
+        """Return programs by the time until which they are worth holding, if they have one; kept from now on."""
+        if self.kept_expiring is None:
+            self.kept_expiring = RankedSet()
+            here = [program for program in self.replica.programs.values() if program.place is self]
+            here.sort(key=_acting_number_of)
+            for program in here:
+                if program.hold_until_s < inf:
+                    self.kept_expiring.add(program, program.hold_until_s)
+        return self.kept_expiring
 
     def pressing_tokens(self, now_s: float) -> float:
         """Return the claims on the replica except those of leaving programs; acting ones are weighed if claims fade."""
@@ -314,6 +329,10 @@ class ActingPlace(ReplicaPlace):
         account.active_count -= len(gone)
         account.growth_tokens -= sum([program.growth_tokens for program in gone])
         return gone
+
+
+def _acting_number_of(program: Program) -> int:
+    return program.acting_number
 
 
 def replica_of(program: Program) -> Replica:

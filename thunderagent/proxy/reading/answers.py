@@ -85,6 +85,22 @@ def read_answer(dialect: Dialect, body: bytes, content_encoding: str | None, kee
     return usage, _tool_of(plain) if calls else ""
 
 
+def usage_if_sound(dialect: Dialect, body: bytes) -> Usage | None:
+    """Return the usage of a whole answer that surely reports no error, and is not large; None if it may.
+
+    Cost: one decoding, which is less than the searches for an error, and finds the usage, too.
+    """
+    try:
+        return dialect.read_sound(body)
+    except UNREADABLE:
+        return None
+
+
+def tool_in(plain: bytes) -> str:
+    """Return the key of what an answer calls, which is not large; empty if it calls nothing."""
+    return _tool_of(plain) if may_call(plain) else ""
+
+
 def _tool_of(plain: bytes) -> str:
     try:
         return key_of(_decode_calls(plain))

@@ -19,7 +19,7 @@ from thunderagent.programs.messages import MAX_NEXT_TURN_S, OFFLOAD, RETAIN
 from thunderagent.proxy.reading.dialects.structs import BodyFields, PromptFields
 from thunderagent.proxy.reading.header_words import check_model
 from thunderagent.proxy.reading.json_cost import COUNTED_BYTES, has_few_parts, list_of, others_run
-from thunderagent.proxy.reading.media import MEDIA_WORDS, NO_MEDIA, MediaFound, media_of
+from thunderagent.proxy.reading.media import NO_MEDIA, MediaFound, media_of
 from thunderagent.proxy.reading.sse import UNREADABLE
 
 OTHERS_FIELDS: Final[tuple[tuple[str, ...], ...]] = (
@@ -233,14 +233,9 @@ def media_in(body: bytes, fields: PromptFields) -> MediaFound:
 
     Cost: a look at the beginning of each message if all of them are texts, however long they are.
     """
-    if len(body) <= MAX_UNREAD_BYTES:
-        for word in MEDIA_WORDS:
-            if body.find(word) >= 0:
-                break
-        else:
-            return NO_MEDIA
     unread_bytes, others = len(body), []
-    others_run()
+    if unread_bytes > MAX_UNREAD_BYTES:
+        others_run()
     for message in fields.messages or ():
         unread_bytes -= len(message)
         if _TEXT_MESSAGE.match(message) is None:

@@ -77,49 +77,80 @@ MAX_DOCKER_IDS_COUNT: Final = 64
 MAX_ID_CHARS: Final = 256
 """A longer id of a request is not kept: nobody could abort it by that."""
 
+_NO_MODEL: Final = Raw()
 
-class TurnRequest(NamedTuple):
+
+class TurnRequest:
     """What a request on a turn's endpoint asks for, and the bytes to forward.
 
     `usage_added` says that usage was requested on the client's behalf, so its event must be removed again. `prefix` are
     the places up to which other prompts may be the same; an anonymous turn has none. A body that continues an earlier
-    response holds only the end of its prompt, so its size says nothing, and it has no such places.
+    response holds only the end of its prompt, so its size says nothing, and it has no such places. (A tuple with names
+    is made by an interpreted function, and each of its fields is looked up.)
     """
 
-    program_id: str | None
-    source: str
-    branch_id: str
-    body: bytes
-    usage_added: bool
-    prefix: tuple[PrefixCut, ...]
-    is_final: bool = False
-    has_whole_prompt: bool = True
-    tenant: str = ""
-    told: Mapping[str, str] = NOTHING_TOLD
-    """Further fields of its `TurnAsk`, which its headers say and nobody reads on the way."""
-    streams: bool = False
-    previous_response_id: str = ""
-    has_token_prompt: bool = False
-    """Whether its `prompt` is token ids rather than text."""
-    outcome: str = ""
-    told_id: str = ""
-    """The program named by an anonymous turn."""
-    is_unknown: bool = False
-    """Whether its API is unknown to us: then it may do more than generate."""
-    media: MediaFound = NO_MEDIA
-    """The parts of the body that are not text."""
-    model: Raw = Raw()
-    """The body's field of that name, as sent; see `model_named`."""
-    hint: TurnHint | None = None
-    """The body's hint on the program's next turn."""
-    engine_request_id: str = ""
-    """The client's own id for the request, by which engines abort it; empty if it gave none."""
-    bucket: str = ""
-    """What several programs may share, if nothing names its program: that is inferred among those of the bucket."""
-    docker_ids: tuple[str, ...] = ()
-    """Containers that are to go with its program."""
-    note: str = ""
-    """What its client is told of a key of its body that is nearly one of ours; empty if there is none."""
+    def __init__(
+        self,
+        program_id: str | None,
+        source: str,
+        branch_id: str,
+        body: bytes,
+        *,
+        usage_added: bool,
+        prefix: tuple[PrefixCut, ...],
+        is_final: bool = False,
+        has_whole_prompt: bool = True,
+        tenant: str = "",
+        told: Mapping[str, str] = NOTHING_TOLD,
+        streams: bool = False,
+        previous_response_id: str = "",
+        has_token_prompt: bool = False,
+        outcome: str = "",
+        told_id: str = "",
+        is_unknown: bool = False,
+        media: MediaFound = NO_MEDIA,
+        model: Raw = _NO_MODEL,
+        hint: TurnHint | None = None,
+        engine_request_id: str = "",
+        bucket: str = "",
+        docker_ids: tuple[str, ...] = (),
+        note: str = "",
+    ) -> None:
+        """Hold these."""
+        self.program_id = program_id
+        self.source = source
+        self.branch_id = branch_id
+        self.body = body
+        self.usage_added = usage_added
+        self.prefix = prefix
+        self.is_final = is_final
+        self.has_whole_prompt = has_whole_prompt
+        self.tenant = tenant
+        self.told = told
+        """Further fields of its `TurnAsk`, which its headers say and nobody reads on the way."""
+        self.streams = streams
+        self.previous_response_id = previous_response_id
+        self.has_token_prompt = has_token_prompt
+        """Whether its `prompt` is token ids rather than text."""
+        self.outcome = outcome
+        self.told_id = told_id
+        """The program named by an anonymous turn."""
+        self.is_unknown = is_unknown
+        """Whether its API is unknown to us: then it may do more than generate."""
+        self.media = media
+        """The parts of the body that are not text."""
+        self.model = model
+        """The body's field of that name, as sent; see `model_named`."""
+        self.hint = hint
+        """The body's hint on the program's next turn."""
+        self.engine_request_id = engine_request_id
+        """The client's own id for the request, by which engines abort it; empty if it gave none."""
+        self.bucket = bucket
+        """What several programs may share, if nothing names its program: that is inferred among those of the bucket."""
+        self.docker_ids = docker_ids
+        """Containers that are to go with its program."""
+        self.note = note
+        """What its client is told of a key of its body that is nearly one of ours; empty if there is none."""
 
 
 class SideCallRequest(NamedTuple):
@@ -222,25 +253,23 @@ def identify(
         source,
         words.branch_id,
         body,
-        usage_added,
-        prefix,
-        words.is_final,
-        previous_id is None,
-        words.tenant,
-        words.told,
-        streams,
-        previous_id if isinstance(previous_id, str) else "",
-        bool(fields.prompt) and holds_token_ids(fields.prompt),
-        outcome_of(headers) if words.is_final else "",
-        "",
-        False,
-        media,
-        fields.model,
-        hint,
-        engine_id if isinstance(engine_id, str) and len(engine_id) <= MAX_ID_CHARS else "",
-        bucket,
-        () if fields.docker_ids is UNSET and fields.extra_body is None else _docker_ids(fields),
-        note,
+        usage_added=usage_added,
+        prefix=prefix,
+        is_final=words.is_final,
+        has_whole_prompt=previous_id is None,
+        tenant=words.tenant,
+        told=words.told,
+        streams=streams,
+        previous_response_id=previous_id if isinstance(previous_id, str) else "",
+        has_token_prompt=bool(fields.prompt) and holds_token_ids(fields.prompt),
+        outcome=outcome_of(headers) if words.is_final else "",
+        media=media,
+        model=fields.model,
+        hint=hint,
+        engine_request_id=engine_id if isinstance(engine_id, str) and len(engine_id) <= MAX_ID_CHARS else "",
+        bucket=bucket,
+        docker_ids=() if fields.docker_ids is UNSET and fields.extra_body is None else _docker_ids(fields),
+        note=note,
     )
 
 

@@ -181,7 +181,10 @@ class Inference:
         if program_id is None:
             is_free = bucket and bucket not in self._in_flight_of and not is_taken(bucket)
             program_id = bucket if is_free else f"{SOURCE}-{uuid4().hex}"
-        return turn._replace(program_id=program_id, source=turn.source if program_id == bucket else SOURCE)
+        turn.program_id = program_id
+        if program_id != bucket:
+            turn.source = SOURCE
+        return turn
 
     def began(self, key: Key, program_id: str) -> None:
         """Note that a turn of a program with this prompt is in flight."""

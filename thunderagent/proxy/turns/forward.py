@@ -45,6 +45,7 @@ from thunderagent.proxy.reading.answers import (
     error_of_events,
     may_hold_error,
     says_something,
+    usage_if_sound,
 )
 from thunderagent.proxy.reading.outline import read_aside
 from thunderagent.proxy.turns.record import Record
@@ -241,6 +242,7 @@ class Forwarding:
         record.incarnation = 0 if state is None else state.incarnation
         upstream, record.error, record.first_error = None, None, None
         record.had_head = record.is_judged = False
+        record.sound_usage = None
         try:
             upstream = await self._client.send(
                 replica_id,
@@ -251,8 +253,14 @@ class Forwarding:
                 body or None,
                 may_repeat=not record.turn.is_unknown,
             )
-            if upstream.status == 200:
-                record.first_error = await self._first_error(record, replica_id, upstream)
+            if upstream.status == 200 and CONTENT_ENCODING not in upstream.headers:  # engines send errors as they are
+                if upstream.content_type == "text/event-stream":
+                    if not begins_well(upstream.peek()):
+                        record.first_error = await self._first_of_stream(replica_id, upstream)
+                elif CONTENT_LENGTH in upstream.headers and int(upstream.headers[CONTENT_LENGTH]) <= MOST_JUDGED_BYTES:
+                    if not upstream.is_whole:
+                        await self._client.whole_within(replica_id, upstream, MOST_JUDGED_BYTES)
+                    record.first_error = self._judge(record, upstream)
         except BaseException as error:
             if upstream is not None:
                 record.had_head = True
@@ -269,32 +277,28 @@ class Forwarding:
             breakers.failed(replica_id, record.cause)
         breakers.left(replica_id, record.probe)
 
-    async def _first_error(self, record: Record, replica_id: str, upstream: Answer) -> AnswerError | None:
-        """Return the engine's own error with which an answer of status 200 begins, before anything is relayed.
+    def _judge(self, record: Record, upstream: Answer) -> AnswerError | None:
+        """Look into a whole answer before it is relayed; return the engine's own error that it is, if it is one."""
+        body, recording = upstream.whole(), record.recording
+        if recording is not None and recording.reads(upstream.status, None):
+            body = recording.take_whole(body)  # without what only we asked for: it is searched
+        record.is_judged = True
+        record.sound_usage = usage_if_sound(record.dialect, body)
+        if record.sound_usage is not None:
+            return None
+        record.error = found = error_of_body(body)
+        return None if found is None or found.is_callers or found.is_abort else found
+
+    async def _first_of_stream(self, replica_id: str, upstream: Answer) -> AnswerError | None:
+        """Return the engine's own error with which a stream begins that may not begin well, before it is relayed.
 
         Raises `ReplicaError` if it breaks off before its first event.
         """
-        if CONTENT_ENCODING in upstream.headers:
-            return None  # engines send errors as they are
-        if upstream.content_type != "text/event-stream":
-            size = upstream.headers.get(CONTENT_LENGTH, "")
-            if not (size.isdigit() and int(size) <= MOST_JUDGED_BYTES):
-                return None
-            if not upstream.is_whole:
-                await self._client.whole_within(replica_id, upstream, MOST_JUDGED_BYTES)
-            body, recording = upstream.whole(), record.recording
-            if recording is not None and recording.reads(upstream.status, None):
-                body = recording.take_whole(body)  # without what only we asked for: it is searched
-            record.error = found = error_of_body(body)
-            record.is_judged = True
-        else:
-            begun = upstream.peek()
-            if begins_well(begun):
-                return None
-            if not (upstream.is_whole or says_something(begun) or await self._has_begun(replica_id, upstream)):
-                return None
-            begun = upstream.peek()
-            found = error_of_events(begun) if may_hold_error(begun) else None
+        begun = upstream.peek()
+        if not (upstream.is_whole or says_something(begun) or await self._has_begun(replica_id, upstream)):
+            return None
+        begun = upstream.peek()
+        found = error_of_events(begun) if may_hold_error(begun) else None
         return None if found is None or found.is_callers or found.is_abort else found
 
     async def _has_begun(self, replica_id: str, upstream: Answer) -> bool:

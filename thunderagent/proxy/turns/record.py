@@ -43,7 +43,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from datetime import UTC, datetime
 from hashlib import blake2b
 from math import inf
@@ -66,13 +66,13 @@ from thunderagent.programs.messages import MAX_NEXT_TURN_S, OFFLOAD, RETAIN, Pro
 from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.reading.answers import AnswerError, Completions
 from thunderagent.proxy.reading.body_fields import in_utf8
-from thunderagent.proxy.reading.dialects import NO_USAGE, TURN_DIALECTS, Dialect
+from thunderagent.proxy.reading.dialects import NO_USAGE, TURN_DIALECTS, Dialect, Usage
 from thunderagent.proxy.reading.identity import IdentityRules, TurnRequest, identify, identify_side_call
 from thunderagent.proxy.reading.inference import Chain, Key, Prompt, prompt_of
 from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.turns.aborts import ABORTABLE_PATHS, COMPLETIONS_PATH
 from thunderagent.proxy.turns.heartbeat import HeldStream
-from thunderagent.proxy.wire.headers import FAIL_OPEN_HEADER, HOLD_HEADER, NOTE_HEADER, REPLICA_HEADER, identity_headers
+from thunderagent.proxy.wire.headers import FAIL_OPEN_HEADER, HOLD_HEADER, NOTE_HEADER, REPLICA_HEADER, put_identity
 
 # --- What its client says of its waiting
 
@@ -265,16 +265,17 @@ def read_turn(
     if dialect is None or turn is None:
         turn = _unread(target, headers, body, rules)
         if tenancy is not None:
-            turn = turn._replace(tenant=tenancy.named(""))
+            turn.tenant = tenancy.named("")
         if tenancy is not None and not tenancy.may_touch(turn.told_id or None):
-            turn = turn._replace(told_id="")
+            turn.told_id = ""
     else:
         if tenancy is not None and (tenant := tenancy.named(turn.tenant)) != turn.tenant:
-            turn = turn._replace(tenant=tenant)
+            turn.tenant = tenant
         if turn.program_id is None and (rules.infers_programs or turn.bucket) and turn.has_whole_prompt:
             prompt = prompt_of(body, dialect, turn.tenant, turn.bucket)
     if chosen_id is not None:
-        return turn._replace(program_id=None, source="anonymous", is_final=False, told_id=""), None
+        turn.program_id, turn.source, turn.is_final, turn.told_id = None, "anonymous", False, ""
+        return turn, None
     return turn, prompt
 
 
@@ -335,6 +336,8 @@ class Record:
     """What its answer began with, if that is an error of the engine's own."""
     is_judged = False
     """Whether `error` is known of the whole answer, before it is relayed."""
+    sound_usage: Usage | None = None
+    """The usage in a whole answer that surely reports no error, if it was read so."""
     had_head = False
     """Whether its engine had begun an answer that broke off: only one that went down may have it begun again."""
     tries_count = 0
@@ -472,8 +475,16 @@ class Record:
 
     def headers(self) -> dict[str, str]:
         """Return the headers about the turn for its answer."""
+        headers: dict[str, str] = {}
+        self.put_headers(headers)
+        return headers
+
+    def put_headers(self, headers: MutableMapping[str, str]) -> None:
+        """Put the headers about the turn into those of its answer."""
         turn = self.turn
-        headers = identity_headers(turn.program_id or turn.told_id or None, turn.source)
+        program_id = turn.program_id or turn.told_id
+        if program_id:
+            put_identity(headers, program_id, turn.source)
         headers[HOLD_HEADER] = str(round(self.held_s * 1000)) if self.held_s else "0"
         if self.replica_id is not None:
             headers[REPLICA_HEADER] = self.replica_id
@@ -481,7 +492,6 @@ class Record:
                 headers[FAIL_OPEN_HEADER] = "1"
         if turn.note:
             headers[NOTE_HEADER] = turn.note
-        return headers
 
 
 def ask_for(

@@ -22,7 +22,7 @@ from thunderagent.errors import ReplicaAnswerTooLargeError, ReplicaError, Thunde
 from thunderagent.leases.open_lease import OpenLease
 from thunderagent.proxy.fleet.client import BROKEN_OFF, ReplicaClient, broken_off
 from thunderagent.proxy.fleet.made_answers import MadeAnswers
-from thunderagent.proxy.reading.answers import StreamUsage, decoded, error_of_body, includes_last, read_answer
+from thunderagent.proxy.reading.answers import StreamUsage, decoded, error_of_body, includes_last, read_answer, tool_in
 from thunderagent.proxy.reading.inference import Inference
 from thunderagent.proxy.reading.outline import LARGE_BODY_BYTES
 from thunderagent.proxy.turns.forward import Forwarding
@@ -92,7 +92,7 @@ class Relay:
         headers = forwarded_response_headers(upstream.headers, upstream.notes, keep_length=not streams)
         if LOCATION in headers:
             lead_back(headers, granted.url, granted.replica_id, record.target)
-        headers.update(record.headers())
+        record.put_headers(headers)
         if streams and not (exchange.begun and upstream.status >= 400):
             return self._stream(exchange, record, lease, upstream, headers)
         return self._whole(exchange, record, lease, upstream, headers)
@@ -168,6 +168,9 @@ class Relay:
             encoding = upstream.headers.get(CONTENT_ENCODING)
             if record.completions is not None:
                 record.completions.read_answer(body, encoding)
+            if record.sound_usage is not None:
+                record.usage, record.tool = record.sound_usage, tool_in(body)
+                return
             keep_id = partial(self.made.keep, replica_id=lease.granted.replica_id, tenant=record.turn.tenant)
             record.usage, record.tool = read_answer(record.dialect, body, encoding, keep_id)
             if not record.is_judged:

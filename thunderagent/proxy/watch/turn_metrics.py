@@ -127,6 +127,7 @@ class TurnMetrics:
             ADDED_BUCKETS_S,
             registry,
         )
+        self._hold_series, self._added_series = self._hold.series[()], self._added.series[()]
         self._first_token = Histogram(
             "thunderagent_time_to_first_token_seconds",
             "TTFT: time from a turn's arrival, its hold included, to the first bytes of its stream.",
@@ -161,11 +162,17 @@ class TurnMetrics:
 
     def turn_granted(self, held_s: float, added_s: float) -> None:
         """Count how long a turn waited for its lease, and the other added latency."""
-        self._percentiles_of[0][bisect_left(PERCENTILE_BUCKETS_S, held_s)] += 1
-        for histogram, value_s in ((self._hold, held_s), (self._added, added_s)):
-            series = histogram.series[()]
-            series.bucket_counts[bisect_left(series.buckets, value_s)] += 1
-            series.total += value_s
+        series = self._hold_series
+        if held_s:
+            self._percentiles_of[0][bisect_left(PERCENTILE_BUCKETS_S, held_s)] += 1
+            series.bucket_counts[bisect_left(series.buckets, held_s)] += 1
+            series.total += held_s
+        else:  # as most: that is below each bound
+            self._percentiles_of[0][0] += 1
+            series.bucket_counts[0] += 1
+        series = self._added_series
+        series.bucket_counts[bisect_left(series.buckets, added_s)] += 1
+        series.total += added_s
 
     def turn_ended(
         self,
@@ -177,17 +184,18 @@ class TurnMetrics:
     ) -> None:
         """Count a turn by its total time; a stream also by the time to its first bytes, and between its events."""
         labels = replica_id or "", NO_STATUS if status is None else str(status)
-        for histogram, value_s in (
-            (self._duration, duration_s),
-            (self._first_token, first_s),
-            (self._between_tokens, between_s),
-        ):
-            if value_s is not None:
-                series = histogram.series.get(labels) or histogram.begin(labels)
-                series.bucket_counts[bisect_left(series.buckets, value_s)] += 1
-                series.total += value_s
+        series = self._duration.series.get(labels) or self._duration.begin(labels)
+        series.bucket_counts[bisect_left(series.buckets, duration_s)] += 1
+        series.total += duration_s
         if first_s is not None:
+            series = self._first_token.series.get(labels) or self._first_token.begin(labels)
+            series.bucket_counts[bisect_left(series.buckets, first_s)] += 1
+            series.total += first_s
             self._percentiles_of[1][bisect_left(PERCENTILE_BUCKETS_S, first_s)] += 1
+        if between_s is not None:
+            series = self._between_tokens.series.get(labels) or self._between_tokens.begin(labels)
+            series.bucket_counts[bisect_left(series.buckets, between_s)] += 1
+            series.total += between_s
         if status is not None and status < 400:
             self._percentiles_of[2][bisect_left(PERCENTILE_BUCKETS_S, duration_s)] += 1
 

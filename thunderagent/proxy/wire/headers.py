@@ -8,7 +8,7 @@ The id of a request is the client's `X-Request-Id`, or a new one; the engine, th
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from contextvars import ContextVar
 from itertools import count
 from secrets import token_hex
@@ -144,10 +144,17 @@ def _without(headers: CIMultiDictProxy[str], dropped: frozenset[str]) -> CIMulti
 
 def identity_headers(program_id: str | None, source: str) -> dict[str, str]:
     """Return the headers that name a request's program; none if it is anonymous."""
-    if program_id is None:
-        return {}
+    headers: dict[str, str] = {}
+    if program_id is not None:
+        put_identity(headers, program_id, source)
+    return headers
+
+
+def put_identity(headers: MutableMapping[str, str], program_id: str, source: str) -> None:
+    """Put the headers that name a request's program into others."""
     safe_id = program_id if program_id.isascii() else program_id.encode("ascii", "backslashreplace").decode()
-    return {PROGRAM_ID_HEADER: safe_id, SOURCE_HEADER: source}
+    headers[PROGRAM_ID_HEADER] = safe_id
+    headers[SOURCE_HEADER] = source
 
 
 def tell_with_error(error: ThunderAgentError, headers: Mapping[str, str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from math import inf
 
 import pytest
 
@@ -116,3 +117,19 @@ def test_a_move_says_what_was_decided() -> None:
         assert [type(each) for each in book.decisions] == ([] if decision is None else [decision]), place
     assert [entry.what for entry in program.story()][-4:] == ["unmark", "pause", "restore", "release"]
     assert not book.programs
+
+
+def test_order_of_expiry_is_kept_from_the_first_question_on() -> None:
+    """Until a policy asks who is held too long, no turn pays for the order."""
+    book = a_book()
+    acting = book.replicas["r0"].acting
+    programs = {name: book.open(name, "") for name in ("late", "never", "early", "new")}
+    for name, hold_until_s in (("late", 9.0), ("never", inf), ("early", 5.0)):
+        programs[name].hold_until_s = hold_until_s
+        book.move(programs[name], acting, Reason.FITS)
+    assert acting.kept_expiring is None
+    assert acting.expiring.lowest(9) == [programs["early"], programs["late"]]
+    programs["new"].hold_until_s = 7.0
+    book.move(programs["new"], acting, Reason.FITS)
+    book.move(programs["early"], book.replicas["r0"].working)
+    assert acting.expiring.lowest(9) == [programs["new"], programs["late"]]

@@ -407,7 +407,8 @@ class Bucket:
         self.live_ids: set[str] = set()
 
     def begin(self, text: str, bucket: str = "app", *, is_retry: bool = False) -> tuple[TurnRequest, Prompt]:
-        turn = turn_of({"prompt": text})._replace(bucket=bucket, source="prompt_cache_key")
+        turn = turn_of({"prompt": text})
+        turn.bucket, turn.source = bucket, "prompt_cache_key"
         prompt = prompt_of(turn.body, CHAT, bucket=bucket)
         assert prompt is not None
         turn = self.inference.named(turn, prompt, self.live_ids.__contains__, is_retry=is_retry)

@@ -169,6 +169,10 @@ class Anthropic:
         """Return the usage of a whole message."""
         return _merged(NO_USAGE, _decode_answer(answer).usage)
 
+    def read_sound(self, answer: bytes) -> Usage | None:  # noqa: ARG002 - the protocol's
+        """Return None: errors are looked for by their marks."""
+        return None
+
     def read_calling(self, answer: bytes, keep_id: KeepId) -> tuple[Usage, str]:  # noqa: ARG002 - the protocol's
         """Return the usage of a whole message, and the key of what it calls."""
         read = _decode_calling(answer)

@@ -110,6 +110,12 @@ class Dialect(Protocol):
     def read_answer(self, answer: bytes, keep_id: KeepId) -> Usage:
         """Return the usage of a whole answer. Raises one of `UNREADABLE`."""
 
+    def read_sound(self, answer: bytes) -> Usage | None:
+        """Return the usage of a whole answer that surely reports no error; None where that is not told so.
+
+        Raises one of `UNREADABLE` for one that may.
+        """
+
     def read_calling(self, answer: bytes, keep_id: KeepId) -> tuple[Usage, str]:
         """Return the usage of a whole answer that may call tools, and the key of what it calls, by one decoding.
 

@@ -28,12 +28,14 @@ from thunderagent.proxy.reading.dialects.structs import (
     SaidCall,
     SaidChoice,
     SaidChoices,
+    SoundAnswer,
     UsageObject,
     UsageOnly,
 )
 from thunderagent.proxy.reading.dialects.tool_calls import key_of
 
 _decode_answer: Final = msgspec.json.Decoder(UsageOnly).decode
+_decode_sound: Final = msgspec.json.Decoder(SoundAnswer).decode
 _decode_calling: Final = msgspec.json.Decoder(CallsAndUsage).decode
 
 
@@ -153,6 +155,10 @@ class OpenAI:
     def read_answer(self, answer: bytes, keep_id: KeepId) -> Usage:  # noqa: ARG002 - the protocol's
         """Return the usage of a whole answer."""
         return _usage_of(_decode_answer(answer).usage)
+
+    def read_sound(self, answer: bytes) -> Usage | None:
+        """Return the usage of a whole answer that surely reports no error."""
+        return _usage_of(_decode_sound(answer).usage)
 
     def read_calling(self, answer: bytes, keep_id: KeepId) -> tuple[Usage, str]:  # noqa: ARG002 - the protocol's
         """Return the usage of a whole answer, and the key of what it calls."""

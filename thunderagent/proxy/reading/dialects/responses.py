@@ -192,6 +192,10 @@ class Responses:
             keep_id(response.id)
         return _usage(response.usage)
 
+    def read_sound(self, answer: bytes) -> Usage | None:  # noqa: ARG002 - the protocol's
+        """Return None: errors are looked for by their marks."""
+        return None
+
     def read_calling(self, answer: bytes, keep_id: KeepId) -> tuple[Usage, str]:
         """Return the usage of a whole response, and the key of what it calls; report its id."""
         response = _decode_calling(answer)

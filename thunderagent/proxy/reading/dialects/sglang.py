@@ -182,6 +182,10 @@ class SGLang:
         """Return the usage of a whole answer, or of a list of them."""
         return _sum(_read(answer))
 
+    def read_sound(self, answer: bytes) -> Usage | None:  # noqa: ARG002 - the protocol's
+        """Return None: errors are looked for by their marks."""
+        return None
+
     def read_calling(self, answer: bytes, keep_id: KeepId) -> tuple[Usage, str]:  # noqa: ARG002 - the protocol's
         """Return the usage of one answer, and the key of what it calls; a list of them calls nothing."""
         read = _decode_calling(answer)

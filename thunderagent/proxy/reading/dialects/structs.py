@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, Raw
@@ -160,6 +160,26 @@ class UsageOnly(msgspec.Struct):
     """An answer that calls nothing."""
 
     usage: UsageObject | None = None
+
+
+class SoundChoice(msgspec.Struct):
+    """A choice that ended well."""
+
+    finish_reason: (
+        Literal["stop", "length", "tool_calls", "function_call", "content_filter", "eos_token", "stop_sequence"] | None
+    ) = None
+
+
+class SoundAnswer(UsageOnly):
+    """An answer that surely reports no error: no other can be read so. See `AnswerErrorFields`."""
+
+    object: Literal["chat.completion", "text_completion"] | None = None
+    choices: list[SoundChoice] | None = None
+    error: None = None
+    type: None = None
+    status: None = None
+    response: None = None
+    meta_info: None = None
 
 
 class CallsAndUsage(Calls):

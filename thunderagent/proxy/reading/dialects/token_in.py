@@ -24,6 +24,7 @@ class TokenIn:
         """Speak as OpenAI does."""
         openai = OpenAI()
         self.read_answer = openai.read_answer
+        self.read_sound = openai.read_sound
         self.read_calling = openai.read_calling
         self.reader = openai.reader
         self.completions = openai.completions
