@@ -30,10 +30,10 @@ from thunderagent.proxy.admin.sandboxes import SANDBOXES_OFF, Sandboxes, Sandbox
 from thunderagent.proxy.admin.story import needs_of, program_story
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.admin_port import MUST_NAME
-from thunderagent.proxy.gate.bodies import Name, Report, read_model, report_response
+from thunderagent.proxy.gate.bodies import LIMITS_ELSEWHERE, Name, Report, read_model, report_response
 from thunderagent.proxy.gate.keys import check_admin
 from thunderagent.proxy.gate.tenancy import Tenancy
-from thunderagent.proxy.reading.header_words import check_program_id, outcome_of
+from thunderagent.proxy.reading.header_words import LIMITS_HEADER, check_program_id, outcome_of
 from thunderagent.proxy.reading.identity import Tokens
 from thunderagent.proxy.watch.metrics import exposition
 from thunderagent.runtime import Runtime
@@ -235,7 +235,9 @@ class Admin:
 
     async def open(self, request: web.Request) -> web.Response:
         """Open a program before its first turn, so that its sandboxes are made meanwhile. Idempotent."""
-        wanted = read_model(OpenRequest, await request.read())
+        wanted = read_model(OpenRequest, await request.read(), LIMITS_ELSEWHERE)
+        if LIMITS_HEADER in request.headers:
+            raise RequestError(f"{LIMITS_HEADER} comes with the program's turns; here it would limit nothing")
         program_id = check_program_id(wanted.program_id)
         if wanted.sandboxes is not None and self._sandboxes is None:
             raise RequestError(SANDBOXES_OFF)
