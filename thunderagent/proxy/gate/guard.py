@@ -138,7 +138,7 @@ class Guard:
         forwards = takes_login and self._forwards(handler)
         route_max_bytes = body_limit_of_route(method, route_path, self._settings.max_body_bytes)
 
-        is_lease = method == "POST" and route_path == "/leases"
+        waits_later = method == "POST" and route_path == "/leases" and not self._forwards(handler)
         tells_all = method == "GET" and (route_path in OF_OWN_TENANT or route_path == "/sandboxes/events")
 
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -165,7 +165,7 @@ class Guard:
                     for_admin=for_admin,
                     is_turn=is_turn,
                     has_only_login=has_only_login,
-                    waits_later=is_lease,
+                    waits_later=waits_later,
                 )
             is_small = access is Access.OPEN or has_only_login
             max_bytes = min(MAX_OPEN_BODY_BYTES, route_max_bytes) if is_small else route_max_bytes
