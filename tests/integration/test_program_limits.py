@@ -77,6 +77,7 @@ async def test_a_turn_past_a_limit_is_refused_in_the_callers_schema(
         "deadline_s=nan",
         "deadline_s=inf",
         "deadline_s=-3",
+        "deadline_s=1_0",
         "max_age_s=1e300",
         "max_tokens=\u0664",
         "end=never",
@@ -105,7 +106,7 @@ async def test_limits_that_would_limit_nothing_are_refused(proxy: RunningProxy) 
     """Only turns and leases have a program's limits, in a header; whoever says them elsewhere is told so."""
     for wanted, headers in (({"limits": {"max_turns": 1}}, ()), ({}, named("a", "max_turns=1")[1:])):
         refused = await post(proxy.url, "/programs", {"program_id": "a", **wanted}, *headers)
-        assert (refused.status, refused.error["code"]) == (400, "bad_request")
+        assert (refused.status, refused.error["code"]) == (400, "invalid_request")
         assert "X-Program-Limits" in refused.error["message"]
         assert (await get(proxy.url, "/programs/a")).status == 404
     refused = await post(proxy.url, "/leases", {"program_id": "a", "limits": {"max_turns": 1}})

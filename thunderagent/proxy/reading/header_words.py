@@ -356,8 +356,18 @@ def wrong_key(unknown: Iterable[str], known: Iterable[str]) -> str:
 
 def seconds_of(text: str) -> float | None:
     """Return a number of seconds over 0 and below infinity; None if the text is none."""
+    seconds = number_of(text)
+    return seconds if seconds is not None and 0 < seconds < inf else None
+
+
+def number_of(text: str) -> float | None:
+    """Return a number as HTTP and JSON write it, or one that is not finite; None if the text is none.
+
+    Python takes further digits of Unicode, and underscores between them: other readers take those for something else.
+    """
+    if not text.isascii() or "_" in text:
+        return None
     try:
-        seconds = float(text)
+        return float(text)
     except ValueError:
         return None
-    return seconds if 0 < seconds < inf else None

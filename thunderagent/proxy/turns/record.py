@@ -65,7 +65,7 @@ from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.reading.answers import AnswerError, Completions
 from thunderagent.proxy.reading.body_fields import in_utf8
 from thunderagent.proxy.reading.dialects import NO_USAGE, TURN_DIALECTS, Dialect
-from thunderagent.proxy.reading.header_words import LIMITS_HEADER, limits_of, seconds_of, wrong_key
+from thunderagent.proxy.reading.header_words import LIMITS_HEADER, limits_of, number_of, seconds_of, wrong_key
 from thunderagent.proxy.reading.identity import IdentityRules, TurnRequest, identify, identify_side_call
 from thunderagent.proxy.reading.inference import Chain, Key, Prompt, prompt_of
 from thunderagent.proxy.reading.target import Target
@@ -151,15 +151,14 @@ def hint_of(text: str) -> TurnHint:
     """Read the value of `X-Program-Hint`. Raises `RequestError` if it is invalid."""
     fields = [field.partition("=") for field in text.split(",")]
     said = {name.strip(): value.strip() for name, _, value in fields}
-    try:
-        seconds = said.pop("next_turn_in_s", None)
-        next_turn_in_s = None if seconds is None else float(seconds)
-        confidence_ratio, keep = float(said.pop("confidence", 1.0)), said.pop("keep", "")
-    except ValueError:
-        raise _wrong_hint(text) from None
-    is_right = not said and keep in ("", RETAIN, OFFLOAD) and (keep or next_turn_in_s is not None)
-    if not is_right or not 0 <= (next_turn_in_s or 0.0) <= MAX_NEXT_TURN_S or not 0 <= confidence_ratio <= 1:
+    seconds, confidence, keep = said.pop("next_turn_in_s", None), said.pop("confidence", "1"), said.pop("keep", "")
+    next_turn_in_s, confidence_ratio = None if seconds is None else number_of(seconds), number_of(confidence)
+    is_read = confidence_ratio is not None and (next_turn_in_s is not None or (keep and seconds is None))
+    if said or not is_read or keep not in ("", RETAIN, OFFLOAD):
         raise _wrong_hint(text, said)
+    assert confidence_ratio is not None
+    if not 0 <= (next_turn_in_s or 0.0) <= MAX_NEXT_TURN_S or not 0 <= confidence_ratio <= 1:
+        raise _wrong_hint(text)
     return TurnHint(next_turn_in_s, confidence_ratio, keep)
 
 
