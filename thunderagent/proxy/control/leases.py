@@ -39,7 +39,7 @@ from thunderagent.leases import TurnAsk
 from thunderagent.leases.open_lease import GrantsLeases, OpenLease
 from thunderagent.programs.messages import least_of
 from thunderagent.proxy.fleet.replicas import Replicas
-from thunderagent.proxy.gate.bodies import LIMITS_ELSEWHERE, ModelName, Name, Report, read_model, report_response
+from thunderagent.proxy.gate.bodies import LIMITS_ELSEWHERE, ModelName, Name, Report, Text, read_model, report_response
 from thunderagent.proxy.gate.held import HeldTurn, HeldTurns
 from thunderagent.proxy.gate.keys import Key, caller_key
 from thunderagent.proxy.gate.tenancy import Tenancy
@@ -62,9 +62,9 @@ class LeaseRequest(BaseModel):
     selects the pool, if there are several. The header `X-Program-Limits` has the limits of its program.
     """
 
-    model_config = ConfigDict(extra="ignore", frozen=True, coerce_numbers_to_str=True)
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
-    program_id: str | None = None
+    program_id: Text | None = None
     branch_id: Name = ""
     group_id: Name = ""
     parent_id: Name = ""

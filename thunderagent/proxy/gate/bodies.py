@@ -12,7 +12,7 @@ from typing import Annotated, Final, Protocol, TypeVar
 import msgspec
 from aiohttp import web
 from multidict import CIMultiDictProxy
-from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from thunderagent.errors import BodyTimeoutError, BodyTooLargeError, ExpectationError, RequestError
 from thunderagent.faults import faults_of, fields_at
@@ -21,7 +21,15 @@ from thunderagent.proxy.reading.header_words import check_model, check_name
 
 Model = TypeVar("Model", bound=BaseModel)
 
-Name = Annotated[str, AfterValidator(check_name)]
+
+def _whole_as_text(value: object) -> object:
+    return str(value) if type(value) is int else value
+
+
+Text = Annotated[str, BeforeValidator(_whole_as_text)]
+"""Text in a body; a whole number is taken for it, as in the body of a turn, but no other number."""
+
+Name = Annotated[Text, AfterValidator(check_name)]
 """A name in a body, or none: what a header may not say, a body may not, either."""
 
 ModelName = Annotated[str, Field(max_length=512), AfterValidator(check_model)]

@@ -88,3 +88,12 @@ def test_limits_in_a_body_are_refused_with_the_header_that_sets_them(model: type
     with pytest.raises(RequestError, match=f"^{key}: no body sets limits .* X-Program-Limits: max_turns=50"):
         read_model(model, json.dumps({"program_id": "a", key: 3}).encode(), LIMITS_ELSEWHERE)
     read_model(model, json.dumps({"program_id": "a", key: None}).encode(), LIMITS_ELSEWHERE)
+
+
+@pytest.mark.parametrize("model", [OpenRequest, LeaseRequest, ReleaseRequest])
+def test_an_id_in_a_body_is_text_or_a_whole_number_as_in_a_turn(model: type[BaseModel]) -> None:
+    """A program called NaN, or inf, could have no turn."""
+    assert read_model(model, b'{"program_id": 7, "tenant": 8}').model_dump()["program_id"] == "7"
+    for wrong in (b"NaN", b"Infinity", b"1e400", b"1.5", b"7.0", b"true", b'["a"]'):
+        with pytest.raises(RequestError, match="^program_id: Input should be a valid string"):
+            read_model(model, b'{"program_id": ' + wrong + b"}")
