@@ -95,5 +95,5 @@ def test_an_id_in_a_body_is_text_or_a_whole_number_as_in_a_turn(model: type[Base
     """A program called NaN, or inf, could have no turn."""
     assert read_model(model, b'{"program_id": 7, "tenant": 8}').model_dump()["program_id"] == "7"
     for wrong in (b"NaN", b"Infinity", b"1e400", b"1.5", b"7.0", b"true", b'["a"]'):
-        with pytest.raises(RequestError, match="^program_id: Input should be a valid string"):
+        with pytest.raises(RequestError, match=r"^program_id: Input should be a valid string"):
             read_model(model, b'{"program_id": ' + wrong + b"}")
