@@ -43,7 +43,7 @@ from thunderagent.proxy.gate.keys import KEY_HEADER, NO_LIMITS, Key, Keyring, ca
 from thunderagent.proxy.gate.keys.quotas import Quotas
 from thunderagent.proxy.gate.login import Logins, has_login
 from thunderagent.proxy.gate.rate_limit import RateLimits
-from thunderagent.proxy.gate.unpacking import unpacked, ways_of
+from thunderagent.proxy.gate.unpacking import go_on, unpacking, ways_of
 from thunderagent.proxy.reading.header_words import REQUEST_ID_HEADER
 from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.wire.aiohttp_request import KEPT_BODY, target_of
@@ -367,10 +367,14 @@ async def says_nothing_yet(request: web.Request) -> None:
 
 
 async def _unpacked(headers: CIMultiDictProxy[str], body: bytes, kept: KeptBody, max_bytes: int) -> bytes:
-    """Unpack a body in a thread, and count it so. Raises `RequestError`."""
-    ways = ways_of(",".join(headers.getall(hdrs.CONTENT_ENCODING)))
-    plain = await asyncio.to_thread(unpacked, body, ways, max_bytes)
-    kept.grow(max(0, len(plain) - len(body)))
+    """Unpack a body in a thread, and count what comes of it, as that of one that arrives. Raises `RequestError`."""
+    steps = unpacking(body, ways_of(",".join(headers.getall(hdrs.CONTENT_ENCODING))), max_bytes)
+    plain: bytes | None = None
+    while plain is None:
+        more_bytes, plain = await asyncio.to_thread(go_on, steps)
+        kept.grow(more_bytes)
+    kept.release()
+    kept.grow(len(plain))
     return plain
 
 
