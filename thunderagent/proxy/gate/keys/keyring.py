@@ -27,7 +27,7 @@ COOKIE = "thunderagent_login"
 """Where a browser keeps its login for an admin key. A key itself is never read from a cookie."""
 
 KEY_PREFIX = "tak_"
-_PART = r"(?:\.{0,2}[A-Za-z0-9_@-]|\.{3})[A-Za-z0-9_.@-]{0,61}"
+_PART = r"(?:[A-Za-z0-9_@-][A-Za-z0-9_.@-]{0,63}|\.[A-Za-z0-9_@-][A-Za-z0-9_.@-]{0,62}|\.\.[A-Za-z0-9_.@-]{1,62})"
 NAME = rf"{_PART}(?:/{_PART})?"
 """Of a key. Each part has at most 64 characters, and is no `.` or `..`: no path could name such a key to revoke it."""
 _LINE = re.compile(rf"(?P<name>{NAME}):sha256:(?P<digest>[0-9a-f]{{64}})")
