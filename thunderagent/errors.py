@@ -143,7 +143,7 @@ class BodyTimeoutError(RequestError):
 
 
 class RateLimitedError(RequestError):
-    """Too many requests to the admin API; turns wait instead."""
+    """Too many requests to the admin API, or leases for their patience; turns wait instead."""
 
     status = 429
     code = "rate_limited"

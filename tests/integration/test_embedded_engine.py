@@ -258,6 +258,12 @@ async def test_a_wrong_request_is_refused_with_its_reason(
     assert says in error["message"]
 
 
+async def test_large_header_that_a_proxy_passes_on_is_taken(client: httpx2.AsyncClient) -> None:
+    body = {"messages": HELLO, "max_tokens": 1}
+    answer = await client.post("/v1/chat/completions", json=body, headers={"X-Trace": "a" * 60_000})
+    assert answer.status_code == 200
+
+
 async def test_a_body_that_is_no_json_object_is_refused(client: httpx2.AsyncClient) -> None:
     for content in (b"", b"{", b"[]", b"\xff"):
         response = await client.post("/v1/chat/completions", content=content)

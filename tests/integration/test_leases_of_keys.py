@@ -312,3 +312,21 @@ async def test_a_websocket_counts_its_program_and_its_bytes(keys_file: Path) -> 
             waiting.cancel()
             await asyncio.wait([waiting])
         await proxy.nothing_left()
+
+
+@pytest.mark.parametrize("limit", ["tokens_per_min", "turns_per_min"])
+async def test_patience_is_over_the_wait_for_a_rate_too(replica: FakeReplica, keys_file: Path, limit: str) -> None:
+    """A caller that waits no longer is told so, and leaves nothing."""
+    key = made(keys_file, "ci", **{limit: 1})
+    async with running_proxy(replica.url, keys_file=keys_file, admin_keys=(ADMIN_LINE,)) as proxy:
+        first = await post(proxy.url, "/leases", {"program_id": "a", "prompt_tokens": 70}, key)
+        assert first.status == 200
+        wanted = {"program_id": "b", "patience_s": 0.2}
+        async with asyncio.timeout(DEADLINE_S):
+            refused = await post(proxy.url, "/leases", wanted, key)
+        assert (refused.status, refused.error["code"]) == (429, "rate_limited")
+        assert "patience of 0.2 s" in refused.error["message"]
+        assert int(refused.header("Retry-After") or "0") >= 1
+        await ended(proxy.url, [first], ADMIN)
+        await post(proxy.url, "/programs/release", {"all": True}, ADMIN)
+        await proxy.nothing_left()

@@ -77,6 +77,7 @@ async def test_a_turn_past_a_limit_is_refused_in_the_callers_schema(
         "deadline_s=nan",
         "deadline_s=inf",
         "deadline_s=-3",
+        "deadline_s=1_0",
         "max_age_s=1e300",
         "max_tokens=\u0664",
         "end=never",
@@ -99,6 +100,28 @@ async def test_a_header_that_comes_twice_says_each_limit_once(replica: FakeRepli
     assert (await post(proxy.url, CHAT, turn(), *both)).status == 200
     assert (await post(proxy.url, CHAT, turn(), *both)).status == 410
     assert len(replica.calls) == 1
+
+
+async def test_limits_that_would_limit_nothing_are_refused(proxy: RunningProxy) -> None:
+    """Only turns and leases have a program's limits, in a header; whoever says them elsewhere is told so."""
+    for wanted, headers in (({"limits": {"max_turns": 1}}, ()), ({}, named("a", "max_turns=1")[1:])):
+        refused = await post(proxy.url, "/programs", {"program_id": "a", **wanted}, *headers)
+        assert (refused.status, refused.error["code"]) == (400, "invalid_request")
+        assert "X-Program-Limits" in refused.error["message"]
+        assert (await get(proxy.url, "/programs/a")).status == 404
+    refused = await post(proxy.url, "/leases", {"program_id": "a", "limits": {"max_turns": 1}})
+    assert (refused.status, "X-Program-Limits" in refused.error["message"]) == (400, True)
+
+
+async def test_a_lease_has_its_programs_limits_in_the_header(proxy: RunningProxy) -> None:
+    """They count as those of a turn, and a wrong one is refused."""
+    wanted = {"program_id": "a"}
+    limits = named("a", "max_turns=1")[1:]
+    lease = (await post(proxy.url, "/leases", wanted, *limits)).json()["lease_id"]
+    await post(proxy.url, f"/leases/{lease}/end", {"outcome": "finished"})
+    refused = await post(proxy.url, "/leases", wanted)
+    assert (refused.status, refused.error["code"]) == (410, "program_limit")
+    assert (await post(proxy.url, "/leases", {"program_id": "b"}, (LIMITS, "max_turns=0"))).status == 400
 
 
 async def test_a_program_that_ends_at_its_limit_is_gone(proxy: RunningProxy) -> None:

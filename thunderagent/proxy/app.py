@@ -190,6 +190,7 @@ def build_app(
         total_s=engine_control_settings.lease_total_s,
         aliases=aliases,
         keys_share=lambda: keyring.has_several_data_keys,
+        wait_for_rate=guard.wait_for_rate,
     )
     app = web.Application(client_max_size=guard_settings.max_body_bytes)
     app[STALL_LIMIT_S] = guard_settings.client_stall_limit_s

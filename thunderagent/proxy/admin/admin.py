@@ -30,10 +30,10 @@ from thunderagent.proxy.admin.sandboxes import SANDBOXES_OFF, Sandboxes, Sandbox
 from thunderagent.proxy.admin.story import needs_of, program_story
 from thunderagent.proxy.fleet.replicas import Replicas
 from thunderagent.proxy.gate.admin_port import MUST_NAME
-from thunderagent.proxy.gate.bodies import Name, Report, read_model, report_response
+from thunderagent.proxy.gate.bodies import LIMITS_ELSEWHERE, Name, Report, Text, read_model, report_response
 from thunderagent.proxy.gate.keys import check_admin
 from thunderagent.proxy.gate.tenancy import Tenancy
-from thunderagent.proxy.reading.header_words import check_program_id, outcome_of
+from thunderagent.proxy.reading.header_words import LIMITS_HEADER, check_program_id, outcome_of
 from thunderagent.proxy.reading.identity import Tokens
 from thunderagent.proxy.watch.metrics import exposition
 from thunderagent.runtime import Runtime
@@ -53,13 +53,13 @@ class ReleaseRequest(BaseModel):
     `generation` means only that incarnation of one id, and `outcome` says what became of it.
     """
 
-    model_config = ConfigDict(extra="ignore", frozen=True, coerce_numbers_to_str=True)
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
-    program_id: str | None = None
-    program_ids: list[str] | None = Field(None, validation_alias=AliasChoices("program_ids", "session_ids"))
+    program_id: Text | None = None
+    program_ids: list[Text] | None = Field(None, validation_alias=AliasChoices("program_ids", "session_ids"))
     all: bool = False
     abort: bool = Field(False, description="whether its turns in flight are aborted, at their engines, too")
-    tenant: str | None = None
+    tenant: Text | None = None
     generation: int | None = None
     outcome: Literal["success", "failure"] | None = None
 
@@ -67,9 +67,9 @@ class ReleaseRequest(BaseModel):
 class OpenRequest(BaseModel):
     """A program that is about to begin; `sandboxes` are requests for them, as `POST /programs/{id}/sandboxes` takes."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True, coerce_numbers_to_str=True)
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
-    program_id: str
+    program_id: Text
     group_id: Name = ""
     parent_id: Name = ""
     tenant: Name = ""
@@ -235,7 +235,9 @@ class Admin:
 
     async def open(self, request: web.Request) -> web.Response:
         """Open a program before its first turn, so that its sandboxes are made meanwhile. Idempotent."""
-        wanted = read_model(OpenRequest, await request.read())
+        wanted = read_model(OpenRequest, await request.read(), LIMITS_ELSEWHERE)
+        if LIMITS_HEADER in request.headers:
+            raise RequestError(f"{LIMITS_HEADER} comes with the program's turns; here it would limit nothing")
         program_id = check_program_id(wanted.program_id)
         if wanted.sandboxes is not None and self._sandboxes is None:
             raise RequestError(SANDBOXES_OFF)

@@ -19,7 +19,7 @@ from thunderagent.runtime import Runtime
 class ToolRequest(BaseModel):
     """A tool that begins now; its name may be left out."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True, coerce_numbers_to_str=True)
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
     tool: Name = ""
 

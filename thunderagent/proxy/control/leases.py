@@ -5,6 +5,7 @@ with the engine's usage. A caller that closes the connection while it waits leav
 too long is ended, because its caller is gone.
 
 A lease counts for every limit that a turn of its key has, from its request to its end; its prompt counts as a body.
+Its patience is over all that it waits for: its key's rate, its key's part of the memory, and room.
 Only its own tenant, or an admin key, may report on it or end it; to others it is unknown, whatever else they may touch.
 Nobody sees whether a turn goes on, or what a caller says of its progress is true. So all leases of one data key
 together may claim only a part of the replicas' memory. A lease for a program waits for room as a turn does, and in line
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -36,12 +37,13 @@ from thunderagent.backends.discovery.base import shown_url
 from thunderagent.errors import ReplicaRemovedError, ShuttingDownError
 from thunderagent.leases import TurnAsk
 from thunderagent.leases.open_lease import GrantsLeases, OpenLease
+from thunderagent.programs.messages import least_of
 from thunderagent.proxy.fleet.replicas import Replicas
-from thunderagent.proxy.gate.bodies import ModelName, Name, Report, read_model, report_response
+from thunderagent.proxy.gate.bodies import LIMITS_ELSEWHERE, ModelName, Name, Report, Text, read_model, report_response
 from thunderagent.proxy.gate.held import HeldTurn, HeldTurns
 from thunderagent.proxy.gate.keys import Key, caller_key
 from thunderagent.proxy.gate.tenancy import Tenancy
-from thunderagent.proxy.reading.header_words import check_program_id
+from thunderagent.proxy.reading.header_words import LIMITS_HEADER, check_program_id, limits_of
 from thunderagent.proxy.wire.aiohttp_request import KEPT_BODY, begin, write_eof
 
 log = structlog.get_logger("thunderagent.leases")
@@ -56,12 +58,13 @@ class LeaseRequest(BaseModel):
     """A turn that wants to run; without a `program_id` it is anonymous.
 
     `parent_id` and `tenant` are those of the program's first turn. `patience_s` is how long the caller waits for its
-    answer: the lease comes before that ends, even without room. `model` selects the pool, if there are several.
+    answer: the lease comes before that ends, even without room, or it is refused for a limit of its key. `model`
+    selects the pool, if there are several. The header `X-Program-Limits` has the limits of its program.
     """
 
-    model_config = ConfigDict(extra="ignore", frozen=True, coerce_numbers_to_str=True)
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
-    program_id: str | None = None
+    program_id: Text | None = None
     branch_id: Name = ""
     group_id: Name = ""
     parent_id: Name = ""
@@ -176,11 +179,14 @@ class Leases:
         total_s: float = inf,
         aliases: Mapping[str, str] = MappingProxyType({}),
         keys_share: Callable[[], bool] = lambda: True,
+        wait_for_rate: Callable[[web.Request, float | None], Awaitable[float]] | None = None,
     ) -> None:
         """Take `leases`; one without news for `limit_s` is ended, and any after `total_s`. `aliases` are of models.
 
-        While `keys_share`, leases of one key get a part of the memory.
+        While `keys_share`, leases of one key get a part of the memory. `wait_for_rate` waits until a request's caller
+        may take one more, no longer than a patience, and returns how long that took.
         """
+        self._wait_for_rate = wait_for_rate
         self._keys_share = keys_share
         self._total_s = total_s
         self._aliases = aliases
@@ -213,12 +219,19 @@ class Leases:
     async def take(self, request: web.Request) -> web.Response:
         """Wait for a lease."""
         body = await request.read()
-        wanted = read_model(LeaseRequest, body)
+        wanted = read_model(LeaseRequest, body, LIMITS_ELSEWHERE)
         program_id = None if wanted.program_id is None else check_program_id(wanted.program_id)
         self._tenancy.check(program_id)
         prompt_tokens = self._believed(wanted.prompt_tokens) or 0
         prompt_bytes = prompt_tokens * BYTES_PER_TOKEN
-        key, claim, waited_s = caller_key(), None, 0.0
+        limits = self._tenancy.program_limits
+        if LIMITS_HEADER in request.headers:
+            limits = least_of(limits, limits_of(request.headers))
+        key, claim, patience_s, waited_s, slowed_s = caller_key(), None, wanted.patience_s, 0.0, 0.0
+        if self._wait_for_rate is not None:
+            slowed_s = await self._wait_for_rate(request, patience_s)
+        if patience_s is not None:
+            patience_s = max(0.0, patience_s - slowed_s)
 
         def while_held() -> HeldTurn:
             return HeldTurn(self._waiting, request.get(KEPT_BODY), len(body))
@@ -232,18 +245,18 @@ class Leases:
                     self._claim_all(claim, prompt_tokens)
                 else:
                     tokens = max(prompt_tokens, self._leases.claim_tokens(program_id))
-                    waited_s = await self._claim_in_line(claim, tokens, wanted.patience_s, while_held)
+                    waited_s = await self._claim_in_line(claim, tokens, patience_s, while_held)
             ask = TurnAsk(
                 turn_id=self._leases.new_turn_id(),
                 program_id=program_id,
                 branch_id=wanted.branch_id,
                 prompt_bytes=prompt_bytes,
                 group_id=wanted.group_id,
-                patience_s=None if wanted.patience_s is None else max(0.0, wanted.patience_s - waited_s),
+                patience_s=None if patience_s is None else max(0.0, patience_s - waited_s),
                 waited_s=waited_s or None,
                 parent_id=wanted.parent_id,
                 tenant=self._tenancy.named(wanted.tenant),
-                limits=None if program_id is None else self._tenancy.program_limits,
+                limits=None if program_id is None else limits,
                 model=self._aliases.get(wanted.model, wanted.model),
             )
             lease = await self._leases.lease(ask, while_held())
@@ -266,7 +279,7 @@ class Leases:
             program_id=granted.program_id,
             replica_id=granted.replica_id,
             url=shown_url(url),
-            held_s=round(granted.held_s + waited_s, 4),
+            held_s=round(granted.held_s + waited_s + slowed_s, 4),
             reason=granted.reason,
             limit_s=self._limit_s,
         )

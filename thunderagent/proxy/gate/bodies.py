@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from itertools import chain
+from types import MappingProxyType
 from typing import Annotated, Final, Protocol, TypeVar
 
 import msgspec
 from aiohttp import web
 from multidict import CIMultiDictProxy
-from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from thunderagent.errors import BodyTimeoutError, BodyTooLargeError, ExpectationError, RequestError
 from thunderagent.faults import faults_of, fields_at
@@ -20,7 +21,15 @@ from thunderagent.proxy.reading.header_words import check_model, check_name
 
 Model = TypeVar("Model", bound=BaseModel)
 
-Name = Annotated[str, AfterValidator(check_name)]
+
+def _whole_as_text(value: object) -> object:
+    return str(value) if type(value) is int else value
+
+
+Text = Annotated[str, BeforeValidator(_whole_as_text)]
+"""Text in a body; a whole number is taken for it, as in the body of a turn, but no other number."""
+
+Name = Annotated[Text, AfterValidator(check_name)]
 """A name in a body, or none: what a header may not say, a body may not, either."""
 
 ModelName = Annotated[str, Field(max_length=512), AfterValidator(check_model)]
@@ -38,29 +47,45 @@ MISSPELT_CHARS: Final = 64
 """How many further keys are compared with ours, and how long ones: comparing takes time."""
 
 
-def read_model(model: type[Model], body: bytes) -> Model:
+NOTHING_ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType({})
+LIMITS_ELSEWHERE: Final[Mapping[str, str]] = MappingProxyType(
+    dict.fromkeys(
+        ("limits", "program_limits", "max_turns", "max_age_s", "deadline_s"),
+        "no body sets limits of a program; send the header X-Program-Limits with its turns, "
+        "such as X-Program-Limits: max_turns=50, deadline_s=600",
+    )
+)
+"""Keys of bodies that a header says, and what to tell who sends them."""
+
+
+def read_model(model: type[Model], body: bytes, elsewhere: Mapping[str, str] = NOTHING_ELSEWHERE) -> Model:
     """Return the body as a model. Raises `RequestError` with the first error.
 
     A model may ignore keys that it does not know, as other programs send them. One that is nearly a key that is left
-    out is an error even then: what it should say would be lost in silence.
+    out is an error even then: what it should say would be lost in silence. So is one that is said `elsewhere`, which
+    maps it to where.
     """
     try:
         read = model.model_validate_json(body)
     except ValidationError as error:
         raise RequestError(faults_of(error, known=partial(fields_at, model))[0]) from error
     if model.model_config.get("extra") == "ignore":
-        _check_spelling(read, body)
+        _check_spelling(read, body, elsewhere)
     return read
 
 
-def _check_spelling(read: BaseModel, body: bytes) -> None:
+def _check_spelling(read: BaseModel, body: bytes, elsewhere: Mapping[str, str]) -> None:
     try:
-        keys = msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys()
+        said = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (ValueError, RecursionError):  # what is no value of JSON, such as NaN: the model accepted the others
         return
+    keys = said.keys()
     fields, known = _known_keys.get(type(read)) or _keys_of(type(read))
     if keys <= known:
         return
+    for key in keys & elsewhere.keys():
+        if bytes(said[key]) != b"null":
+            raise RequestError(f"{key}: {elsewhere[key]}")
     left_out = [name for names in fields if not any(name in keys for name in names) for name in names]
     further = [key for key in keys if key not in known and len(key) <= MISSPELT_CHARS]
     for key in further[:MISSPELT_COUNT]:

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
+from math import ceil
 from typing import Final, Protocol
 
 from aiohttp import hdrs, web
@@ -21,6 +22,7 @@ from prometheus_client import CollectorRegistry
 from thunderagent.errors import (
     BodyTooLargeError,
     NotFoundError,
+    RateLimitedError,
 )
 from thunderagent.proxy.gate.access import (
     METRICS,
@@ -37,11 +39,11 @@ from thunderagent.proxy.gate.access import (
 from thunderagent.proxy.gate.bodies import Visitor, come, too_large
 from thunderagent.proxy.gate.browsers import Hosts, Origins, comes_from_a_browser
 from thunderagent.proxy.gate.held import HeldTurns, KeptBody
-from thunderagent.proxy.gate.keys import KEY_HEADER, NO_LIMITS, Key, Keyring, check_key
+from thunderagent.proxy.gate.keys import KEY_HEADER, NO_LIMITS, Key, Keyring, caller_key, check_key
 from thunderagent.proxy.gate.keys.quotas import Quotas
 from thunderagent.proxy.gate.login import Logins, has_login
 from thunderagent.proxy.gate.rate_limit import RateLimits
-from thunderagent.proxy.gate.unpacking import unpacked, ways_of
+from thunderagent.proxy.gate.unpacking import go_on, unpacking, ways_of
 from thunderagent.proxy.reading.header_words import REQUEST_ID_HEADER
 from thunderagent.proxy.reading.target import Target
 from thunderagent.proxy.wire.aiohttp_request import KEPT_BODY, target_of
@@ -136,7 +138,7 @@ class Guard:
         forwards = takes_login and self._forwards(handler)
         route_max_bytes = body_limit_of_route(method, route_path, self._settings.max_body_bytes)
 
-        may_be_turn = access is Access.ENGINE or (method == "POST" and route_path == "/leases")
+        waits_later = method == "POST" and route_path == "/leases" and not self._forwards(handler)
         tells_all = method == "GET" and (route_path in OF_OWN_TENANT or route_path == "/sandboxes/events")
 
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -154,11 +156,16 @@ class Guard:
                     return self.origins.preflight(request)
                 self.origins.check_origin(request, asks_engine=access is Access.ENGINE and needs is Access.DATA)
             if checks_keys_or_rate:
-                is_turn = may_be_turn and self._quotas is not None and _is_turn(request)
+                is_turn = access is Access.ENGINE and self._quotas is not None and _is_turn(request)
                 for_admin = needs is Access.ADMIN
                 logins = self._logins if takes_login else None
                 await self._check_key_and_rate(
-                    request, logins, for_admin=for_admin, is_turn=is_turn, has_only_login=has_only_login
+                    request,
+                    logins,
+                    for_admin=for_admin,
+                    is_turn=is_turn,
+                    has_only_login=has_only_login,
+                    waits_later=waits_later,
                 )
             is_small = access is Access.OPEN or has_only_login
             max_bytes = min(MAX_OPEN_BODY_BYTES, route_max_bytes) if is_small else route_max_bytes
@@ -269,8 +276,12 @@ class Guard:
         for_admin: bool,
         is_turn: bool,
         has_only_login: bool = False,
+        waits_later: bool = False,
     ) -> None:
-        """Check the key of a request, or its login if one of `logins` is enough; wait for its turn."""
+        """Check the key of a request, or its login if one of `logins` is enough; wait for its turn.
+
+        One that `waits_later` does so by `wait_for_rate`, as its body says how long it may.
+        """
         caller, waited = f"address {request.remote}", False
         key: Key | None = None
         if self._keyring:
@@ -286,10 +297,39 @@ class Guard:
         if self._limits is not None:
             if for_admin:
                 self._limits.check(caller)
-            else:
+            elif not waits_later:
                 waited = await self._limits.wait(caller) or waited
         if waited and key is not None and not has_only_login:  # it may have been revoked, or have expired
             check_key(self._keyring.still(key), self._keyring, for_admin=for_admin)
+
+    async def wait_for_rate(self, request: web.Request, patience_s: float | None) -> float:
+        """Wait until a caller whose key is checked may take one more lease; return how long that took.
+
+        Raises `RateLimitedError` if it takes longer than `patience_s`, and as the check of its key.
+        """
+        if not self._checks_keys_or_rate:
+            return 0.0
+        key, quotas, limits, waited = caller_key(), self._quotas, self._limits, False
+        is_limited = key is not None and key.limits != NO_LIMITS
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        try:
+            async with asyncio.timeout(patience_s):
+                if key is not None and quotas is not None and is_limited:
+                    waited = await quotas.wait(key)
+                if limits is not None:
+                    caller = f"address {request.remote}" if key is None else f"key {key.name}"
+                    waited = await limits.wait(caller) or waited
+        except TimeoutError:
+            error = RateLimitedError(f"the rate allows no lease within its patience of {patience_s:g} s")
+            if key is not None and quotas is not None and is_limited:
+                error.retry_after_s = max(error.retry_after_s, ceil(quotas.missing_s(key)))
+            raise error from None
+        if not waited:
+            return 0.0
+        if key is not None:  # it may have been revoked, or have expired
+            check_key(self._keyring.still(key), self._keyring, for_admin=False)
+        return loop.time() - began_s
 
     def _has_only_login(self, headers: CIMultiDictProxy[str]) -> bool:
         return bool(self._keyring) and has_login(headers) and self._keyring.key_of(headers) is None
@@ -327,10 +367,14 @@ async def says_nothing_yet(request: web.Request) -> None:
 
 
 async def _unpacked(headers: CIMultiDictProxy[str], body: bytes, kept: KeptBody, max_bytes: int) -> bytes:
-    """Unpack a body in a thread, and count it so. Raises `RequestError`."""
-    ways = ways_of(",".join(headers.getall(hdrs.CONTENT_ENCODING)))
-    plain = await asyncio.to_thread(unpacked, body, ways, max_bytes)
-    kept.grow(max(0, len(plain) - len(body)))
+    """Unpack a body in a thread, and count what comes of it, as that of one that arrives. Raises `RequestError`."""
+    steps = unpacking(body, ways_of(",".join(headers.getall(hdrs.CONTENT_ENCODING))), max_bytes)
+    plain: bytes | None = None
+    while plain is None:
+        more_bytes, plain = await asyncio.to_thread(go_on, steps)
+        kept.grow(more_bytes)
+    kept.release()
+    kept.grow(len(plain))
     return plain
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import Any, Final
 
@@ -15,6 +15,15 @@ from thunderagent.errors import BodyTooLargeError, RequestError, UnreadableEncod
 
 MAX_LAYERS_COUNT: Final = 2
 """How many encodings one body may have; more are for nobody but who wants to waste time."""
+
+MAX_PARTS_COUNT: Final = 1024
+"""How many parts one encoding may have: those who pack in parallel make one of 64 KiB or more."""
+
+PIECE_BYTES: Final = 2**20
+FED_BYTES: Final = 2**16
+"""How much is unpacked in a step, and how much of the packed body is given to it at once: what it leaves is copied."""
+
+Unpacking = Generator[int, None, bytes]
 
 _WAYS: dict[str, Callable[[], Any]] = {
     "gzip": partial(zlib.decompressobj, zlib.MAX_WBITS | 16),
@@ -52,36 +61,59 @@ def ways_of(encodings: str) -> list[str]:
     return ways
 
 
-def unpacked(body: bytes, ways: list[str], max_bytes: int) -> bytes:
-    """Return a body without its encodings. Raises `BodyTooLargeError` beyond the bound, `RequestError` if broken."""
+def unpacking(body: bytes, ways: list[str], max_bytes: int) -> Unpacking:
+    """Remove a body's encodings: yield how many bytes more are kept, again and again, and return what it is then.
+
+    A step makes at most `PIECE_BYTES`. Raises `BodyTooLargeError` beyond the bound, `RequestError` if it is broken.
+    """
     for way in ways:
-        body = _unpacked(body, way, max_bytes)
+        pieces: list[bytes] = []
+        for piece in _pieces(body, way, max_bytes):
+            pieces.append(piece)
+            yield len(piece)
+        body = b"".join(pieces)
     return body
 
 
-def _unpacked(body: bytes, way: str, max_bytes: int) -> bytes:
+def go_on(steps: Unpacking) -> tuple[int, bytes | None]:
+    """Take steps; return how many bytes more are kept, and the body if that was the end."""
+    more_bytes = 0
+    while more_bytes < PIECE_BYTES:
+        try:
+            more_bytes += next(steps)
+        except StopIteration as end:
+            return more_bytes, end.value
+    return more_bytes, None
+
+
+def _pieces(body: bytes, way: str, max_bytes: int) -> Iterator[bytes]:
     """Remove one encoding; parts that follow one another are one body."""
     make = _WAYS[way]
     if way == "deflate" and not _has_zlib_head(body):
         make = partial(zlib.decompressobj, -zlib.MAX_WBITS)  # as some clients understand the word
-    pieces: list[bytes] = []
-    left_bytes = max_bytes
-    while body:
-        unpacking = make()
-        try:
-            piece = unpacking.decompress(body, left_bytes + 1)
-        except _BROKEN as error:
-            raise RequestError(f"the body is not {way}: {error}") from error
-        left_bytes -= len(piece)
-        if left_bytes < 0:
-            raise BodyTooLargeError(f"the body is larger than the limit of this path, {max_bytes} bytes, unpacked")
-        if not unpacking.eof:
-            raise RequestError(f"the body is not {way}: it has no end")
-        pieces.append(piece)
-        if not piece and len(pieces) > 1:
-            break  # empty parts without end
-        body = unpacking.unused_data
-    return b"".join(pieces)
+    view, fed_bytes, left_bytes, parts_count = memoryview(body), 0, max_bytes, 0
+    while fed_bytes < len(view):
+        parts_count += 1
+        if parts_count > MAX_PARTS_COUNT:
+            raise RequestError(f"the body is {way} in more than {MAX_PARTS_COUNT:,} parts")
+        part, rest = make(), b""
+        while not part.eof:
+            if not rest:
+                rest = bytes(view[fed_bytes : fed_bytes + FED_BYTES])
+                fed_bytes += len(rest)
+            try:
+                piece = part.decompress(rest, min(PIECE_BYTES, left_bytes + 1))
+            except _BROKEN as error:
+                raise RequestError(f"the body is not {way}: {error}") from error
+            rest = getattr(part, "unconsumed_tail", b"")  # zstd keeps what it has not read
+            left_bytes -= len(piece)
+            if left_bytes < 0:
+                raise BodyTooLargeError(f"the body is larger than the limit of this path, {max_bytes} bytes, unpacked")
+            if piece:
+                yield piece
+            elif not part.eof and not rest and fed_bytes >= len(view):
+                raise RequestError(f"the body is not {way}: it has no end")
+        fed_bytes -= len(part.unused_data)
 
 
 def _has_zlib_head(body: bytes) -> bool:

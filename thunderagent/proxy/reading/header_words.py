@@ -8,16 +8,18 @@ The header that names the program is found first; most requests have no other of
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from math import inf
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from multidict import CIMultiDictProxy, istr
 
 from thunderagent.errors import InvalidProgramIdError, RequestError
+from thunderagent.faults import nearest_hint
 from thunderagent.leases import TurnAsk
-from thunderagent.programs.messages import OUTCOMES
+from thunderagent.programs.messages import OUTCOMES, ProgramLimits
 
 MAX_PROGRAM_ID_BYTES: Final = 256
 
@@ -71,6 +73,9 @@ REQUEST_ID_HEADER: Final = istr("X-Request-Id")
 
 CLASS_HEADER: Final = istr("X-Program-Class")
 """The program's class: decides which sandboxes it gets."""
+
+LIMITS_HEADER: Final = istr("X-Program-Limits")
+"""What the program may use (`ProgramLimits`), with each of its turns and leases."""
 
 _TOLD: Final = {"group_id": (GROUP_HEADER, "group id"), "role": (ROLE_HEADER, "role")}
 """Fields of `TurnAsk` for the scheduler alone: the header that has each, and what that is in an error's words."""
@@ -291,3 +296,78 @@ def _only_value(values: Sequence[str], name: str) -> str:
     if not values[0]:
         raise InvalidProgramIdError(f"the header {name} is empty; leave it out, or give it a value")
     return values[0]
+
+
+# --- What a program may use
+
+MOST_COUNT: Final = 10**15
+"""The largest limit: beyond it there is none in practice."""
+
+
+def limits_of(headers: Mapping[str, str]) -> ProgramLimits:
+    """Read `X-Program-Limits`. Raises `RequestError` if it is invalid, or stands there twice."""
+    getall = getattr(headers, "getall", None)
+    texts: Sequence[str] = [headers[LIMITS_HEADER]] if getall is None else getall(LIMITS_HEADER)
+    fields = [field.partition("=") for field in ",".join(texts).split(",")]
+    said = {name.strip(): value.strip() for name, _, value in fields}
+    end = said.pop("end", "refuse")
+    limits = ProgramLimits(
+        _limit_count(said.pop("max_turns", None)),
+        _limit_count(said.pop("max_tokens", None)),
+        _limit_seconds(said.pop("max_age_s", None)),
+        _limit_seconds(said.pop("deadline_s", None)),
+        _limit_count(said.pop("turns", None)),
+        end == "finish",
+    )
+    if said or end not in ("refuse", "finish") or len({name.strip() for name, _, _ in fields}) < len(fields):
+        raise _wrong_limits(said)
+    return limits
+
+
+def _limit_count(text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) < 17 and 0 < int(text) <= MOST_COUNT):
+        raise _wrong_limits()
+    return int(text)
+
+
+def _limit_seconds(text: str | None) -> float | None:
+    seconds = None if text is None else seconds_of(text)
+    if text is not None and (seconds is None or seconds > MOST_COUNT):
+        raise _wrong_limits()
+    return seconds
+
+
+def _wrong_limits(unknown: Iterable[str] = ()) -> RequestError:
+    key = wrong_key(unknown, ("max_turns", "max_tokens", "max_age_s", "deadline_s", "turns", "end"))
+    return RequestError(
+        f"{LIMITS_HEADER} is like max_turns=50, max_tokens=200000, max_age_s=3600, deadline_s=600, turns=20, "
+        f"end=finish: each at most once, with a number over 0; end is refuse or finish{key}"
+    )
+
+
+def wrong_key(unknown: Iterable[str], known: Iterable[str]) -> str:
+    """Return a clause for the first of the unknown keys, with the nearest right one; empty if there is none."""
+    for key in filter(None, unknown):
+        return f"; there is no key {key[:50]!r}{nearest_hint(key[:50], known)}"
+    return ""
+
+
+def seconds_of(text: str) -> float | None:
+    """Return a number of seconds over 0 and below infinity; None if the text is none."""
+    seconds = number_of(text)
+    return seconds if seconds is not None and 0 < seconds < inf else None
+
+
+def number_of(text: str) -> float | None:
+    """Return a number as HTTP and JSON write it, or one that is not finite; None if the text is none.
+
+    Python takes further digits of Unicode, and underscores between them: other readers take those for something else.
+    """
+    if not text.isascii() or "_" in text:
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        return None

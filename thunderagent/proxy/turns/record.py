@@ -43,10 +43,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping
 from datetime import UTC, datetime
 from hashlib import blake2b
-from math import inf
 from typing import Any, Final, NamedTuple
 
 from multidict import CIMultiDictProxy, istr
@@ -59,7 +58,6 @@ from thunderagent.errors import (
     ThunderAgentError,
     TurnSupersededError,
 )
-from thunderagent.faults import nearest_hint
 from thunderagent.leases import FAIL_OPEN, Lease, TurnAsk, TurnHint
 from thunderagent.log_lines import TurnLine
 from thunderagent.programs.messages import MAX_NEXT_TURN_S, OFFLOAD, RETAIN, ProgramLimits, least_of
@@ -67,6 +65,7 @@ from thunderagent.proxy.gate.tenancy import Tenancy
 from thunderagent.proxy.reading.answers import AnswerError, Completions
 from thunderagent.proxy.reading.body_fields import in_utf8
 from thunderagent.proxy.reading.dialects import NO_USAGE, TURN_DIALECTS, Dialect, Usage
+from thunderagent.proxy.reading.header_words import LIMITS_HEADER, limits_of, number_of, seconds_of, wrong_key
 from thunderagent.proxy.reading.identity import IdentityRules, TurnRequest, identify, identify_side_call
 from thunderagent.proxy.reading.inference import Chain, Key, Prompt, prompt_of
 from thunderagent.proxy.reading.target import Target
@@ -81,8 +80,6 @@ TIMEOUT_HEADERS = (istr("X-Stainless-Read-Timeout"), istr("X-Stainless-Timeout")
 RETRY_HEADER: Final = istr("X-Stainless-Retry-Count")
 IDEMPOTENCY_HEADER: Final = istr("Idempotency-Key")
 HINT_HEADER: Final = istr("X-Program-Hint")
-
-LIMITS_HEADER: Final = istr("X-Program-Limits")
 
 RUNTIME_HEADER: Final = istr("X-Stainless-Runtime")
 USER_AGENT: Final = istr("User-Agent")
@@ -127,12 +124,12 @@ def patience_of(
 def _patience_of(headers: Mapping[str, str], default_s: float | None) -> Patience:
     patience_s, counts_bytes = default_s, False
     if PATIENCE_HEADER in headers:
-        patience_s = _seconds(headers[PATIENCE_HEADER])
+        patience_s = seconds_of(headers[PATIENCE_HEADER])
         if patience_s is None:
             raise RequestError(f"{PATIENCE_HEADER} is a number of seconds over 0, not {headers[PATIENCE_HEADER]!r}")
     else:
         for name in TIMEOUT_HEADERS:
-            if name in headers and (said_s := _seconds(headers[name])) is not None:
+            if name in headers and (said_s := seconds_of(headers[name])) is not None:
                 patience_s, counts_bytes = said_s, name == TIMEOUT_HEADERS[0]
                 break
         if _gives_up_early(headers) and (patience_s is None or patience_s > TRANSPORT_S):
@@ -154,88 +151,25 @@ def hint_of(text: str) -> TurnHint:
     """Read the value of `X-Program-Hint`. Raises `RequestError` if it is invalid."""
     fields = [field.partition("=") for field in text.split(",")]
     said = {name.strip(): value.strip() for name, _, value in fields}
-    try:
-        seconds = said.pop("next_turn_in_s", None)
-        next_turn_in_s = None if seconds is None else float(seconds)
-        confidence_ratio, keep = float(said.pop("confidence", 1.0)), said.pop("keep", "")
-    except ValueError:
-        raise _wrong_hint(text) from None
-    is_right = not said and keep in ("", RETAIN, OFFLOAD) and (keep or next_turn_in_s is not None)
-    if not is_right or not 0 <= (next_turn_in_s or 0.0) <= MAX_NEXT_TURN_S or not 0 <= confidence_ratio <= 1:
+    seconds, confidence, keep = said.pop("next_turn_in_s", None), said.pop("confidence", "1"), said.pop("keep", "")
+    next_turn_in_s, confidence_ratio = None if seconds is None else number_of(seconds), number_of(confidence)
+    is_read = confidence_ratio is not None and (next_turn_in_s is not None or (keep and seconds is None))
+    if said or not is_read or keep not in ("", RETAIN, OFFLOAD):
         raise _wrong_hint(text, said)
+    assert confidence_ratio is not None
+    if not 0 <= (next_turn_in_s or 0.0) <= MAX_NEXT_TURN_S or not 0 <= confidence_ratio <= 1:
+        raise _wrong_hint(text)
     return TurnHint(next_turn_in_s, confidence_ratio, keep)
-
-
-def _wrong_key(unknown: Iterable[str], known: Iterable[str]) -> str:
-    """Return a clause for the first of the unknown keys, with the nearest right one; empty if there is none."""
-    for key in filter(None, unknown):
-        return f"; there is no key {key[:50]!r}{nearest_hint(key[:50], known)}"
-    return ""
 
 
 def _wrong_hint(text: str, unknown: Iterable[str] = ()) -> RequestError:
     example = "next_turn_in_s=12.5, confidence=0.8, or keep=retain or keep=offload"
-    key = _wrong_key(unknown, ("next_turn_in_s", "confidence", "keep"))
+    key = wrong_key(unknown, ("next_turn_in_s", "confidence", "keep"))
     return RequestError(f"{HINT_HEADER} is like {example}, not {text[:100]!r}{key}")
-
-
-MOST_COUNT: Final = 10**15
-"""The largest limit: beyond it there is none in practice."""
-
-
-def limits_of(headers: Mapping[str, str]) -> ProgramLimits:
-    """Read `X-Program-Limits`. Raises `RequestError` if it is invalid, or stands there twice."""
-    getall = getattr(headers, "getall", None)
-    texts: Sequence[str] = [headers[LIMITS_HEADER]] if getall is None else getall(LIMITS_HEADER)
-    fields = [field.partition("=") for field in ",".join(texts).split(",")]
-    said = {name.strip(): value.strip() for name, _, value in fields}
-    end = said.pop("end", "refuse")
-    limits = ProgramLimits(
-        _limit_count(said.pop("max_turns", None)),
-        _limit_count(said.pop("max_tokens", None)),
-        _limit_seconds(said.pop("max_age_s", None)),
-        _limit_seconds(said.pop("deadline_s", None)),
-        _limit_count(said.pop("turns", None)),
-        end == "finish",
-    )
-    if said or end not in ("refuse", "finish") or len({name.strip() for name, _, _ in fields}) < len(fields):
-        raise _wrong_limits(said)
-    return limits
-
-
-def _limit_count(text: str | None) -> int | None:
-    if text is None:
-        return None
-    if not (text.isascii() and text.isdigit() and len(text) < 17 and 0 < int(text) <= MOST_COUNT):
-        raise _wrong_limits()
-    return int(text)
-
-
-def _limit_seconds(text: str | None) -> float | None:
-    seconds = None if text is None else _seconds(text)
-    if text is not None and (seconds is None or seconds > MOST_COUNT):
-        raise _wrong_limits()
-    return seconds
-
-
-def _wrong_limits(unknown: Iterable[str] = ()) -> RequestError:
-    key = _wrong_key(unknown, ("max_turns", "max_tokens", "max_age_s", "deadline_s", "turns", "end"))
-    return RequestError(
-        f"{LIMITS_HEADER} is like max_turns=50, max_tokens=200000, max_age_s=3600, deadline_s=600, turns=20, "
-        f"end=finish: each at most once, with a number over 0; end is refuse or finish{key}"
-    )
 
 
 def _retry_count(text: str) -> int:
     return min(LARGEST_COUNT, int(text)) if text.isascii() and text.isdigit() and len(text) < 10 else 0
-
-
-def _seconds(text: str) -> float | None:
-    try:
-        seconds = float(text)
-    except ValueError:
-        return None
-    return seconds if 0 < seconds < inf else None
 
 
 # --- Whose turn a request is

@@ -31,6 +31,9 @@ from thunderagent.simulator.embedded.options import ServerConfig, add_arguments,
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
 
+MAX_HEAD_BYTES = 64 * 1024
+"""Of a request line, and of a header: what a proxy before it takes, it takes, too."""
+
 
 class Served(Protocol):
     """An engine's HTTP API; `drive` must run beside its application."""
@@ -58,6 +61,8 @@ async def running(config: ServerConfig, build: Build = EngineServer) -> AsyncIte
         handler_cancellation=not config.keep_zombies,
         shutdown_timeout=config.grace_s,
         access_log=None,
+        max_line_size=MAX_HEAD_BYTES,
+        max_field_size=MAX_HEAD_BYTES,
     )
     await runner.setup()
     try:

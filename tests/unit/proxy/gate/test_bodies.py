@@ -15,7 +15,7 @@ from thunderagent.proxy.admin.between_turns import HintRequest
 from thunderagent.proxy.admin.operations import RouteRequest
 from thunderagent.proxy.admin.replica_routes import AddRequest
 from thunderagent.proxy.control.leases import LeaseEnd, LeaseRequest, ProgressReport
-from thunderagent.proxy.gate.bodies import read_model
+from thunderagent.proxy.gate.bodies import LIMITS_ELSEWHERE, read_model
 from thunderagent.tools.requests import read_requests
 
 
@@ -79,3 +79,21 @@ def test_many_further_keys_cost_little() -> None:
 def test_a_misspelt_key_of_a_sandbox_names_the_right_one(body: object) -> None:
     with pytest.raises(RequestError, match="templat: there is no such key; did you mean template"):
         read_requests(json.dumps(body).encode())
+
+
+@pytest.mark.parametrize("model", [OpenRequest, LeaseRequest])
+@pytest.mark.parametrize("key", ["limits", "max_turns", "max_age_s", "deadline_s"])
+def test_limits_in_a_body_are_refused_with_the_header_that_sets_them(model: type[BaseModel], key: str) -> None:
+    """They would limit nothing, in silence. A client that leaves them out may say so."""
+    with pytest.raises(RequestError, match=f"^{key}: no body sets limits .* X-Program-Limits: max_turns=50"):
+        read_model(model, json.dumps({"program_id": "a", key: 3}).encode(), LIMITS_ELSEWHERE)
+    read_model(model, json.dumps({"program_id": "a", key: None}).encode(), LIMITS_ELSEWHERE)
+
+
+@pytest.mark.parametrize("model", [OpenRequest, LeaseRequest, ReleaseRequest])
+def test_an_id_in_a_body_is_text_or_a_whole_number_as_in_a_turn(model: type[BaseModel]) -> None:
+    """A program called NaN, or inf, could have no turn."""
+    assert read_model(model, b'{"program_id": 7, "tenant": 8}').model_dump()["program_id"] == "7"
+    for wrong in (b"NaN", b"Infinity", b"1e400", b"1.5", b"7.0", b"true", b'["a"]'):
+        with pytest.raises(RequestError, match=r"^program_id: Input should be a valid string"):
+            read_model(model, b'{"program_id": ' + wrong + b"}")

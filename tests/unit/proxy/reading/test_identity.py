@@ -15,13 +15,14 @@ from thunderagent.proxy.reading.body_fields import OTHERS_FIELDS, SLOWLY_READ_BY
 from thunderagent.proxy.reading.header_words import (
     CLASS_HEADER,
     FINAL_HEADERS,
+    LIMITS_HEADER,
     OUTCOME_HEADER,
     PROGRAM_HEADERS,
     check_program_id,
 )
 from thunderagent.proxy.reading.identity import IdentityRules, TurnRequest, identify, identify_side_call
 from thunderagent.proxy.turns.fence import STALENESS_HEADER
-from thunderagent.proxy.turns.record import HINT_HEADER, LIMITS_HEADER, PATIENCE_HEADER
+from thunderagent.proxy.turns.record import HINT_HEADER, PATIENCE_HEADER
 
 MESSAGES = b'"messages":[{"role":"user","content":"hi"}]'
 

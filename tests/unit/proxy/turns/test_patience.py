@@ -47,7 +47,7 @@ def test_a_transport_that_gives_up_by_itself_is_served_before() -> None:
     assert patience_of(CIMultiDict({"User-Agent": "python-httpx/1"})).patience_s is None
 
 
-@pytest.mark.parametrize("value", ["", "x", "0", "-3", "inf", "nan", "1 s"])
+@pytest.mark.parametrize("value", ["", "x", "0", "-3", "inf", "nan", "1 s", "1_0", "\u0664"])
 def test_a_wrong_header_of_ours_is_refused(value: str) -> None:
     with pytest.raises(RequestError, match="X-Program-Patience is a number of seconds over 0"):
         patience_of(CIMultiDict({"X-Program-Patience": value}))
@@ -73,7 +73,12 @@ def test_client_headers_say_when_its_next_turn_comes(value: str, expected: TurnH
     "value",
     [
         *("", ",", "12.5", "next_turn_in_s=inf", "next_turn_in_s=1e308", "next_turn_in_s=-1", "keep=drop", "keep="),
-        "next_turn_in_s=1, x=2",
+        *(
+            "next_turn_in_s=1, x=2",
+            "next_turn_in_s=1_0",
+            "next_turn_in_s=1, confidence=\u0661",
+            "next_turn_in_s=x, keep=retain",
+        ),
     ],
 )
 def test_a_hint_that_is_none_is_refused(value: str) -> None:

@@ -27,7 +27,9 @@ COOKIE = "thunderagent_login"
 """Where a browser keeps its login for an admin key. A key itself is never read from a cookie."""
 
 KEY_PREFIX = "tak_"
-NAME = r"[A-Za-z0-9_.@-]{1,64}(?:/[A-Za-z0-9_.@-]{1,64})?"
+_PART = r"(?:[A-Za-z0-9_@-][A-Za-z0-9_.@-]{0,63}|\.[A-Za-z0-9_@-][A-Za-z0-9_.@-]{0,62}|\.\.[A-Za-z0-9_.@-]{1,62})"
+NAME = rf"{_PART}(?:/{_PART})?"
+"""Of a key. Each part has at most 64 characters, and is no `.` or `..`: no path could name such a key to revoke it."""
 _LINE = re.compile(rf"(?P<name>{NAME}):sha256:(?P<digest>[0-9a-f]{{64}})")
 _KEY: ContextVar[Key | None] = ContextVar("key", default=None)
 """The key of the current request; aiohttp handles each in a context of its own."""

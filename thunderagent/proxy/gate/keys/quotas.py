@@ -125,6 +125,10 @@ class Quotas:
             account.waiting_count -= 1
         return True
 
+    def missing_s(self, key: Key) -> float:
+        """Return how long it takes at least until a key may begin one more turn."""
+        return max(self._missing_s(self._account(key)))
+
     def open_program(self, program_id: str) -> None:
         """Count a program that the request's key may begin. Raises `KeyProgramsLimitError`."""
         key = caller_key()

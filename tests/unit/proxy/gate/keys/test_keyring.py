@@ -111,7 +111,10 @@ def test_engines_get_the_key_that_is_configured_for_them() -> None:
     assert mended(Outgoing(Keyring()), Authorization="Bearer own") == {"Authorization": "Bearer own"}
 
 
-@pytest.mark.parametrize(("name", "tenant"), [("lab", "lab"), ("lab/2026", "lab"), ("a@b.org", "a@b.org")])
+@pytest.mark.parametrize(
+    ("name", "tenant"),
+    [("lab", "lab"), ("lab/2026", "lab"), ("a@b.org", "a@b.org"), (".a/...", ".a"), ("a" * 64, "a" * 64)],
+)
 def test_a_key_names_its_tenant(name: str, tenant: str) -> None:
     """The tenant is its name, or the part before a slash: several keys may belong to one tenant."""
     key, line = mint_key(name)
@@ -120,8 +123,9 @@ def test_a_key_names_its_tenant(name: str, tenant: str) -> None:
     assert (found_key.name, found_key.tenant) == (name, tenant)
 
 
-@pytest.mark.parametrize("name", ["a/b/c", "/a", "a/"])
+@pytest.mark.parametrize("name", ["a/b/c", "/a", "a/", ".", "..", "../a", "a/..", "a/.", "a" * 65])
 def test_a_name_has_one_slash_with_words_around_it(name: str) -> None:
+    """A word is no segment of a path that means another one: `DELETE /keys/..` would name no key."""
     with pytest.raises(ConfigurationError):
         mint_key(name)
 

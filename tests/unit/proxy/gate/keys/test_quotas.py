@@ -11,7 +11,7 @@ from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 from prometheus_client import CollectorRegistry
 
-from thunderagent.errors import KeyHeldLimitError, KeyNeededError, KeyProgramsLimitError
+from thunderagent.errors import KeyHeldLimitError, KeyNeededError, KeyProgramsLimitError, RateLimitedError
 from thunderagent.programs.messages import Grant, Reason, Reject, Tick, TurnAsk, TurnEnd, TurnProgressed, TurnUnverified
 from thunderagent.proxy.gate.guard import Guard, GuardSettings
 from thunderagent.proxy.gate.held import NO_LIMITS as NO_HELD_LIMITS
@@ -284,6 +284,35 @@ async def test_a_turn_whose_key_is_revoked_while_it_waits_is_refused(waits_for: 
         await waiting
     await going_on
     assert served == ["kept"]
+
+
+@pytest.mark.parametrize("is_revoked", [False, True])
+@pytest.mark.parametrize("waits_for", ["tokens", "rate"])
+async def test_a_lease_waits_for_a_rate_as_long_as_its_patience(waits_for: str, *, is_revoked: bool) -> None:
+    """Then it is refused; one whose key is revoked meanwhile gets nothing."""
+    registry, own = CollectorRegistry(), replace(key("ci", tokens_per_min=60_000), digest=digest_of("ci"))
+    rate: dict[str, Any] = {"rate_limit_per_s": 1.0, "rate_limit_burst_count": 1} if waits_for == "rate" else {}
+    keyring = Keyring(has_file=True)
+    keyring.set_filed([own])
+    quotas = Quotas(registry, lambda _: False, lambda _: 100)
+    guard = Guard(GuardSettings(**rate), keyring, registry, Logins(), HeldTurns(NO_HELD_LIMITS, registry), quotas)
+    request = make_mocked_request("POST", "/leases")
+    check_key(own, keyring, for_admin=False)
+    assert await guard.wait_for_rate(request, 0.01) == 0.0
+    if waits_for == "tokens":
+        quotas.heard(TurnAsk(now_s=0.0, turn_id=1, program_id="p"), [])
+        quotas.heard(TurnEnd(now_s=0.0, turn_id=1, prompt_tokens=61_000, output_tokens=0), [])
+    with pytest.raises(RateLimitedError, match=r"patience of 0.01 s") as refused:
+        await guard.wait_for_rate(request, 0.01)
+    assert refused.value.retry_after_s >= 1
+    waiting = asyncio.create_task(guard.wait_for_rate(request, None))
+    await asyncio.sleep(0)
+    if is_revoked:
+        keyring.set_filed([])
+        with pytest.raises(KeyNeededError):
+            await waiting
+    else:
+        assert await waiting > 0
 
 
 async def test_a_key_without_limits_is_never_asked() -> None:
