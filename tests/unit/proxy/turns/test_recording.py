@@ -162,8 +162,11 @@ def test_turn_that_cannot_be_settled_loses_no_other() -> None:
         has_answers = True
         size_bytes, prompt_bytes = 100, 0
 
-        def shorten(self, entry: Entry) -> None:
+        def pack(self, entry: Entry) -> None:
             pass
+
+        def opened(self) -> Broken:
+            return self
 
         def answered(self, entry: Entry) -> None:
             raise RuntimeError(entry.rollout.program_id)
