@@ -1,7 +1,7 @@
 """A turn that has ended, with what its engine said, not yet decoded: kept, sent to the process that settles, decoded.
 
-It is packed at once, into the message that is sent: what waits is one piece of memory, not thirty objects, which
-a next turn would have to make anew elsewhere, and which garbage collections would look at.
+It is packed at once, into the message that is sent: what waits is one piece of memory, not thirty objects that each
+garbage collection looks at.
 
 `Settler` is what that process does. It knows the chains of programs, and nothing else of them.
 """
@@ -75,17 +75,18 @@ class Taken:
 
     def pack(self, entry: Entry) -> None:
         """Keep it as the message that is sent; of a prompt that begins as the one before in `entry` only the rest."""
-        captured, listed_bytes = self._captured, 0
+        captured, listed, rest_bytes = self._captured, b"", 0
         if captured is not None and captured.prompt_listed:
             listed, before = captured.prompt_listed, entry.taken_prompt
             if before and listed.startswith(before):
                 captured.prompt_listed = listed[len(before) :]
                 self._continues = True
-            entry.taken_prompt = listed[:-1]
-            listed_bytes = len(captured.prompt_listed)
+            rest_bytes = len(captured.prompt_listed)
         self.message = encode_sent(self._sent())
+        if listed:  # only now: the next one may go on from it alone if it is there
+            entry.taken_prompt = listed[:-1]
         self.turn, self._captured = None, None
-        self.size_bytes = TAKEN_BYTES + len(self.message) + listed_bytes
+        self.size_bytes = TAKEN_BYTES + len(self.message) + rest_bytes
 
     def opened(self) -> Taken:
         """Return what was packed."""
@@ -100,9 +101,9 @@ class Taken:
             if self._continues:
                 captured.prompt_listed = entry.settled_prompt + captured.prompt_listed
             entry.settled_prompt = captured.prompt_listed[:-1]
-        answered, missing = _answered(captured.read(), asks_logprobs=self._logprobs)
-        if self.turn is not None:
-            self.turn.missing = missing
+        turn = self.turn
+        assert turn is not None, "it is packed"
+        answered, turn.missing = _answered(captured.read(), asks_logprobs=self._logprobs)
         return answered
 
     def _sent(self) -> SentTurn:
