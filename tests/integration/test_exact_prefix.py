@@ -15,6 +15,7 @@ from tests.integration.support import (
     Call,
     answers,
     event,
+    exchange,
     fake_replica,
     metric,
     post,
@@ -22,6 +23,7 @@ from tests.integration.support import (
     streams,
 )
 from tests.integration.test_rollouts import rollout, said
+from thunderagent.proxy.gate.keys import mint_key
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -66,6 +68,9 @@ class JoiningEngine:
             return
         body = call.json()
         if call.target in ("/v1/chat/completions/render", "/tokenize"):
+            if self.kind == "sglang" and body.get("stream"):
+                await answers({"object": "error"}, status="501 Not Implemented")(call)
+                return
             self.renders += 1
             await answers({"token_ids" if self.kind == "vllm" else "tokens": self.render(body)})(call)
             return
@@ -290,3 +295,110 @@ async def test_tenant_with_most_loses_what_is_remembered_first() -> None:
         again = [words, said("w12 w13", "assistant"), said("w2")]
         await ask(url, again, "b0", ("X-Program-Tenant", "large"))
         assert [turn["prefix"] for turn in (await rollout(url, "b0"))["turns"]][-1] == "first"
+
+
+# --- a hostile client on the same engine
+
+QUESTION = [said("w1")]
+HISTORY = [*QUESTION, said("w10 w11", "assistant"), said("w2")]
+"""What a program of `mine` was asked and answered, and how it goes on."""
+OWN = [USER, 1, END, LINE, ASSISTANT, 5010, END, LINE, USER, 2, END, LINE, ASSISTANT]
+ASKS = ("X-Program-Prefix", "supply")
+
+
+@asynccontextmanager
+async def two_tenants(engine: JoiningEngine) -> AsyncIterator[tuple[str, tuple[str, str], tuple[str, str]]]:
+    """Run a proxy on which `a` of a first tenant has made a turn; yield its URL, and both tenants' keys."""
+    (mine, my_line), (other, other_line) = mint_key("me"), mint_key("you")
+    keys = {"api_keys": (my_line, other_line), "rollout_prefix": "asked"}
+    async with proxied(engine, **keys) as url:
+        yours, own = ("X-ThunderAgent-Key", other), ("X-ThunderAgent-Key", mine)
+        assert (await ask(url, QUESTION, "a", own, ASKS)).status == 200
+        yield url, own, yours
+
+
+async def prefixes(url: str, program_id: str, key: tuple[str, str]) -> list[str]:
+    """Return what became of the prompts of a program."""
+    answer = await exchange(url, "GET", f"/programs/{program_id}/trajectory", [key])
+    return [turn["prefix"] for turn in answer.json()["turns"]]
+
+
+async def test_another_tenants_program_supplies_nothing() -> None:
+    """Its name is refused before the engine is asked anything; under another name its history is any text."""
+    engine = JoiningEngine()
+    async with two_tenants(engine) as (url, own, yours):
+        turn = {"messages": HISTORY}
+        for target, *named in ((CHAT, ("X-Program-ID", "a")), (CHAT, ("X-Session-ID", "a")), (f"/p/a{CHAT}",)):
+            refused = await post(url, target, turn, yours, ASKS, *named)
+            assert (refused.status, refused.error["code"]) == (403, "other_tenant"), target
+        assert (len(engine.prompts), engine.renders) == (1, 0)
+        parent = ("X-Program-Parent", "a")
+        for program_id, headers in (
+            ("b", ()),
+            ("a ", ()),
+            ("A", ()),
+            ("c", (parent,)),
+            ("d", (("X-Program-Tenant", "me"),)),
+        ):
+            await post(url, CHAT, turn, yours, ASKS, ("X-Program-ID", program_id), *headers)
+        assert len(engine.prompts) > 3
+        assert all(prompt == engine.render(turn) for prompt in engine.prompts[1:])
+        assert engine.renders == 0
+        assert await prefixes(url, "b", yours) == ["first"]
+        assert (await exchange(url, "GET", "/programs/a/trajectory", [yours])).status == 404
+        engine.next = 10
+        assert (await ask(url, HISTORY, "a", own, ASKS)).status == 200
+        assert engine.prompts[-1] == OWN
+
+
+async def test_name_of_an_ended_program_supplies_nothing_of_it() -> None:
+    """Whoever takes it next begins with nothing, and its first owner, too."""
+    engine = JoiningEngine()
+    async with two_tenants(engine) as (url, own, yours):
+        assert (await exchange(url, "DELETE", "/programs/a", [yours])).json()["released"] is False
+        assert (await exchange(url, "DELETE", "/programs/a", [own])).json()["released"] is True
+        for key in (yours, own):
+            assert (await ask(url, HISTORY, "a", key, ASKS)).status == 200
+            assert engine.prompts[-1] == engine.render({"messages": HISTORY})
+            assert await prefixes(url, "a", key) == ["first"]
+            await exchange(url, "DELETE", "/programs/a", [key])
+        assert engine.renders == 0
+
+
+NONSENSE = (
+    "",
+    "0",
+    "a",
+    "supply,supply",
+    "supply;q=1",
+    "supply\tx",
+    "*",
+    "null",
+    "{}",
+    "supply" * 500,
+    "\xff\xfe",
+    "s\xfcpply",
+)
+
+
+@pytest.mark.parametrize("word", NONSENSE, ids=range(len(NONSENSE)))
+async def test_nonsense_asks_for_nothing(word: str) -> None:
+    """The turn goes as it came; with `supply` for all it says no."""
+    engine = JoiningEngine()
+    async with two_tenants(engine) as (url, own, yours):
+        for program_id, key in (("a", own), ("b", yours)):
+            answer = await ask(url, HISTORY, program_id, key, ("X-Program-Prefix", word))
+            assert answer.status == 200
+            assert engine.prompts[-1] == engine.render({"messages": HISTORY})
+        assert engine.renders == 0
+
+
+async def test_huge_value_costs_nobody_else_anything() -> None:
+    """It is more than a head may have, and refused; the turns of others go on exactly meanwhile."""
+    engine = JoiningEngine()
+    async with two_tenants(engine) as (url, own, yours):
+        refused = await ask(url, HISTORY, "b", yours, ("X-Program-Prefix", "supply" * 100_000))
+        assert refused.status in (400, 431)
+        assert len(engine.prompts) == 1
+        assert (await ask(url, HISTORY, "a", own, ASKS)).status == 200
+        assert engine.prompts[-1] == OWN

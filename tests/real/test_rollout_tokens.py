@@ -2,7 +2,8 @@
 
 Programs use all APIs that are recorded, streamed and whole, some with tools, several choices, or log probabilities of
 their own. Clients leave in mid-turn, single turns are aborted, weights are updated and engines are killed meanwhile.
-ROLLOUT_TURNS says how many turns there are; 20 of each program. `scripts/nightly tests` runs 10,000.
+ROLLOUT_TURNS says how many turns there are; 20 of each program. `scripts/nightly tests` runs 10,000. With
+ROLLOUT_MINUTES no program begins after so many, and what was done until then is compared.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import re
 from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from math import inf
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import httpx2
@@ -332,7 +335,7 @@ async def test_every_recorded_token_is_the_engines_own(
         agents = [Agent(client, number, asked, kind) for number in range(programs_count)]
         over = asyncio.Event()
         updates = asyncio.create_task(update_weights(client, over, kind))
-        await run_all(agents, turns_count // programs_count)
+        agents = await run_all(agents, turns_count // programs_count, float(os.environ.get("ROLLOUT_MINUTES", "inf")))
         over.set()
         print(f"{await updates} updates of weights")
         await check_all(client, agents, asked, taps, tmp_path)
@@ -374,15 +377,19 @@ async def test_engines_that_are_killed_lose_no_turn(vllm: None, run_proxy: RunPr
         print(f"{kills_count} engines killed, {len(cut)} programs ended by that")
 
 
-async def run_all(agents: list[Agent], turns_count: int) -> None:
-    """Run programs, some at a time."""
-    waiting = iter(agents)
+async def run_all(agents: list[Agent], turns_count: int, minutes: float = inf) -> list[Agent]:
+    """Run programs, some at a time; return those that began within so many minutes."""
+    waiting, begun, until_s = iter(agents), list[Agent](), monotonic() + 60 * minutes
 
     async def work() -> None:
         for agent in waiting:
+            if monotonic() > until_s:
+                return
+            begun.append(agent)
             await agent.run(turns_count)
 
     await asyncio.gather(*(work() for _ in range(AT_A_TIME_COUNT)))
+    return begun
 
 
 async def check_all(

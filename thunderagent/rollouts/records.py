@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Final, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from thunderagent.rollouts.tokens import from_planes
 
@@ -188,7 +188,8 @@ class Batch(Struct, array_like=True):
     is_new: bool
     blocks: list[bytes]
     frames: list[bytes]
-    turns: list[SentTurn]
+    turns: list[Raw]
+    """Each a `SentTurn`, packed."""
 
 
 class SettledBatch(Struct, array_like=True):
@@ -218,6 +219,8 @@ class SettledBatch(Struct, array_like=True):
     """Why turns have no record."""
 
 
+encode_sent: Final = msgspec.msgpack.Encoder().encode
+decode_sent: Final = msgspec.msgpack.Decoder(SentTurn).decode
 encode_batch_into: Final = msgspec.msgpack.Encoder().encode_into
 decode_batch: Final = msgspec.msgpack.Decoder(Batch).decode
 encode_settled: Final = msgspec.msgpack.Encoder().encode

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
+from msgspec import Raw
 from msgspec.structs import replace
 
 from thunderagent.programs.messages import TURN_VERDICTS, TurnVerdict
@@ -345,8 +346,8 @@ class Table:
         """Take a turn that has ended; return whether its owner has something to do."""
         if entry.rollout.ended:  # another generation took its place
             return False
-        taken.shorten(entry)
         self._judge(entry, taken.turn, taken.prompt_bytes)
+        taken.pack(entry)
         size_bytes: int = taken.size_bytes
         is_first, was_filling = not self.unsettled, self.is_filling
         entry.taken.append(taken)
@@ -376,8 +377,9 @@ class Table:
         taken, entry.taken, entry.taken_prompt = entry.taken, [], b""
         self._give_back(entry)
         first_seq, is_full = entry.rollout.turns_count, self._is_full(entry)
+        turns = [each.opened() for each in taken]
         batch = settle(
-            entry, taken, number=entry.number, first_seq=first_seq, turns_count=self._turns_count, is_full=is_full
+            entry, turns, number=entry.number, first_seq=first_seq, turns_count=self._turns_count, is_full=is_full
         )
         return self._note(entry, batch)
 
@@ -404,7 +406,7 @@ class Table:
             is_new,
             entry.blocks if is_new else [],
             entry.frames if is_new else [],
-            [each.sent() for each in entry.taken],
+            [Raw(each.message) for each in entry.taken],
         )
         entry.settled_by, entry.lineage = process, None
         entry.sent, entry.taken, entry.taken_prompt = entry.taken, [], b""

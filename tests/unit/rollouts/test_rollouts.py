@@ -67,7 +67,10 @@ class Said:
         self.has_answers = has_answers
         self._answered = answered
 
-    def shorten(self, _: Entry) -> None: ...
+    def pack(self, _: Entry) -> None: ...
+
+    def opened(self) -> Said:
+        return self
 
     def answered(self, _: Entry) -> Answered:
         return self._answered

@@ -90,8 +90,16 @@ class Chat:
 
     def until(self, count: int) -> bytes:
         """Return a request to render the first `count` messages, the last an answer that has ended."""
-        asked = {**self.body, "messages": self.messages[:count], "add_generation_prompt": False}
+        asked = {**self._whole(), "messages": self.messages[:count], "add_generation_prompt": False}
         return msgspec.json.encode(asked)
+
+    def all(self, body: bytes) -> bytes:
+        """Return a request to render all messages of `body`, which is this chat's."""
+        return msgspec.json.encode(self._whole()) if self.body.get("stream") else body
+
+    def _whole(self) -> dict[str, Any]:
+        """Return the body of the same chat whose answer is not streamed: SGLang renders no others (501)."""
+        return {name: value for name, value in self.body.items() if name not in ("stream", "stream_options")}
 
 
 class Known:

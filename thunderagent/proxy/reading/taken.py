@@ -1,5 +1,8 @@
 """A turn that has ended, with what its engine said, not yet decoded: kept, sent to the process that settles, decoded.
 
+It is packed at once, into the message that is sent: what waits is one piece of memory, not thirty objects that each
+garbage collection looks at.
+
 `Settler` is what that process does. It knows the chains of programs, and nothing else of them.
 """
 
@@ -21,19 +24,30 @@ from thunderagent.rollouts.records import (
     SettledBatch,
     Span,
     Turn,
+    decode_sent,
+    encode_sent,
     turns_in,
 )
 from thunderagent.rollouts.table import NOTHING, Answered, Entry, settle
 from thunderagent.rollouts.tokens import UNREADABLE, in_planes, logprob_bytes, packed_text
 
-TAKEN_BYTES: Final = 1500
-"""What a turn that is not yet settled is taken to need, beside its tokens."""
+TAKEN_BYTES: Final = 200
+"""What a turn that is not yet settled is taken to need, beside its message."""
 
 
 class Taken:
     """A turn that has ended, with what its engine said."""
 
-    __slots__ = ("_captured", "_continues", "_logprobs", "has_answers", "prompt_bytes", "size_bytes", "turn")
+    __slots__ = (
+        "_captured",
+        "_continues",
+        "_logprobs",
+        "has_answers",
+        "message",
+        "prompt_bytes",
+        "size_bytes",
+        "turn",
+    )
 
     def __init__(
         self,
@@ -46,28 +60,37 @@ class Taken:
         prompt_bytes: int = 0,
     ) -> None:
         """Keep it; the prompt in its body took so many bytes."""
-        self.turn = turn
+        self.turn: Turn | None = turn
+        """None once it is packed."""
         self.prompt_bytes = prompt_bytes
         self.has_answers = has_answers
         self._captured = captured
         self._logprobs = logprobs
         self._continues = continues
         """Whether its prompt lacks what the one before begins with."""
+        self.message = b""
+        """All of it, once it is packed."""
         self.size_bytes = TAKEN_BYTES
         """What it takes in memory; its prompt is there twice, once to compare the next one with."""
 
-    def shorten(self, entry: Entry) -> None:
-        """Of a prompt that begins as the one before in `entry` keep only the rest."""
-        captured = self._captured
-        if captured is None:
-            return
-        if captured.prompt_listed:
+    def pack(self, entry: Entry) -> None:
+        """Keep it as the message that is sent; of a prompt that begins as the one before in `entry` only the rest."""
+        captured, listed, rest_bytes = self._captured, b"", 0
+        if captured is not None and captured.prompt_listed:
             listed, before = captured.prompt_listed, entry.taken_prompt
             if before and listed.startswith(before):
                 captured.prompt_listed = listed[len(before) :]
                 self._continues = True
+            rest_bytes = len(captured.prompt_listed)
+        self.message = encode_sent(self._sent())
+        if listed:  # only now: the next one may go on from it alone if it is there
             entry.taken_prompt = listed[:-1]
-        self.size_bytes = TAKEN_BYTES + captured.size_bytes + 2 * len(captured.prompt_listed)
+        self.turn, self._captured = None, None
+        self.size_bytes = TAKEN_BYTES + len(self.message) + rest_bytes
+
+    def opened(self) -> Taken:
+        """Return what was packed."""
+        return received(decode_sent(self.message))
 
     def answered(self, entry: Entry) -> Answered:
         """Return what was said, and note on the turn what is missing. Turns of `entry` are read in their order."""
@@ -78,20 +101,22 @@ class Taken:
             if self._continues:
                 captured.prompt_listed = entry.settled_prompt + captured.prompt_listed
             entry.settled_prompt = captured.prompt_listed[:-1]
-        answered, self.turn.missing = _answered(captured.read(), asks_logprobs=self._logprobs)
+        turn = self.turn
+        assert turn is not None, "it is packed"
+        answered, turn.missing = _answered(captured.read(), asks_logprobs=self._logprobs)
         return answered
 
-    def sent(self) -> SentTurn:
-        """Return it as it is sent."""
-        captured = self._captured
+    def _sent(self) -> SentTurn:
+        captured, turn = self._captured, self.turn
+        assert turn is not None, "it is packed"
         if captured is None:
-            return SentTurn(self.turn, self.has_answers)
+            return SentTurn(turn, self.has_answers)
         outputs = [
             SentOutput(number, each.listed, each.told, each.text, each.logprobs, each.finish, each.spans)
             for number, each in captured.outputs.items()
         ]
         return SentTurn(
-            self.turn,
+            turn,
             self.has_answers,
             self._logprobs,
             self._continues,
@@ -135,7 +160,7 @@ class Settler:
             entry.lineage = lineage_of(turns_in(batch.blocks, batch.frames))
         else:
             entry = self._entries[batch.number]
-        turns = [received(each) for each in batch.turns]
+        turns = [received(decode_sent(each)) for each in batch.turns]
         number, turns_count, is_full = batch.number, batch.turns_count, batch.is_full
         settled = settle(
             entry, turns, number=number, first_seq=batch.first_seq, turns_count=turns_count, is_full=is_full

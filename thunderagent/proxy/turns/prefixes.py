@@ -116,7 +116,7 @@ class ExactPrefixes:
         try:
             async with asyncio.timeout(RENDER_S):
                 history = await self._rendered(way, granted, headers, asked)
-                whole = await self._rendered(way, granted, headers, body)
+                whole = await self._rendered(way, granted, headers, chat.all(body))
         except (ReplicaError, TimeoutError, *UNREADABLE):
             raise Refused("engine") from None
         prompt = exact(known, history, whole)

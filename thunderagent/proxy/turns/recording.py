@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Final
 
 import structlog
-from multidict import CIMultiDict, CIMultiDictProxy
+from multidict import CIMultiDict, CIMultiDictProxy, istr
 
 from thunderagent.leases import Lease
 from thunderagent.proxy.fleet.replicas import Replicas
@@ -29,7 +29,8 @@ from thunderagent.rollouts.table import Entry
 
 log = structlog.get_logger("thunderagent.rollouts")
 
-_ASKED_IDS: Final = "X-Sglext-Return-Output-Ids"
+_ACCEPT_ENCODING: Final = istr("Accept-Encoding")
+_ASKED_IDS: Final = istr("X-Sglext-Return-Output-Ids")
 _ROLE_MARK: Final = b'"assistant"'
 _WITH_MESSAGES: Final = frozenset({"/v1/chat/completions", "/v1/messages", "/v1/responses"})
 
@@ -111,7 +112,7 @@ class Recording:
             return body, headers
         if asked.headers:
             headers = CIMultiDict(headers)  # other attempts go elsewhere
-        headers["Accept-Encoding"] = "identity"  # an encoded answer cannot be edited
+        headers[_ACCEPT_ENCODING] = "identity"  # an encoded answer cannot be edited
         if asked.headers and _ASKED_IDS in headers:  # its client asked, too
             asked.ids_added = False
         elif asked.headers:

@@ -162,8 +162,11 @@ def test_turn_that_cannot_be_settled_loses_no_other() -> None:
         has_answers = True
         size_bytes, prompt_bytes = 100, 0
 
-        def shorten(self, entry: Entry) -> None:
+        def pack(self, entry: Entry) -> None:
             pass
+
+        def opened(self) -> Broken:
+            return self
 
         def answered(self, entry: Entry) -> None:
             raise RuntimeError(entry.rollout.program_id)
@@ -176,6 +179,22 @@ def test_turn_that_cannot_be_settled_loses_no_other() -> None:
     assert error == "RuntimeError('a')"
     assert (entry.rollout.turns_count, entry.rollout.complete) == (2, False)
     assert [each.link for each in read(entry)] == ["root", "extends"]
+
+
+def test_turn_that_cannot_be_packed_spoils_no_later_one() -> None:
+    """What goes on from its prompt has all of its own."""
+    table = new_table()
+    entry = begun(table)
+    lost = taken([1, 2], [5])
+    assert lost.turn is not None
+    lost.turn.model = "\ud800"
+    with pytest.raises(UnicodeEncodeError):
+        table.take(entry, lost)
+    table.lost(entry)
+    table.take(begun(table), taken([1, 2, 5, 3], [6]))
+    assert table.settle(entry) == []
+    (turn,) = read(entry)
+    assert (turn.prompt_tokens, turn.missing, entry.rollout.complete) == (4, "", False)
 
 
 def test_attempt_that_its_client_never_got_needs_no_tokens() -> None:
