@@ -170,10 +170,10 @@ class Driver:
         self.now_s += elapsed_s
         return self.send(Tick(self.now_s))
 
-    def plans(self, threshold_s: float, replica_id: str = "r0") -> None:
+    def plans(self, threshold_s: float, replica_id: str = "r0", *, until_s: float = inf) -> None:
         """Fix what a lost token is worth on a replica, in seconds of holding, whatever turns and tools show."""
         plan = HoldingPlan(threshold_s, 2.0 if threshold_s else 1.0, 1.0)
-        self.scheduler.knowledge._plans[replica_id] = (inf, plan)
+        self.scheduler.knowledge._plans[replica_id] = (until_s, plan)
 
     # --- turns
 

@@ -48,6 +48,9 @@ from thunderagent.programs.transitions import Core, GlobalPolicies, Operations, 
 OVERCOMMITTED_RATIO: Final = 1.1
 """Above this part of its limit, claims are not what a replica should keep: it takes time until some are given up."""
 
+HELD_ANEW_COUNT: Final = 256
+"""How many held programs of a replica are looked at when a plan changes, those first that are held for least long."""
+
 IN_DEMAND_RATIO: Final = 0.8
 """A replica is in demand while others wait and this ratio of its limit is claimed: then more may be tried."""
 
@@ -229,7 +232,25 @@ class Scheduler:
                 account.set_limit(account.capacity_tokens, ratio)
 
     def _plan_holding(self) -> None:
-        """Plan for each replica how long programs are held: a plan that no tool asks for stays true, too."""
-        now_s = self.book.now_s
+        """Plan for each replica how long programs are held: a plan that no tool asks for stays true, too.
+
+        If it is for less long than before, while others wait, that holds for those who are held already.
+        """
+        now_s, knowledge = self.book.now_s, self.knowledge
         for replica in self.book.granting_replicas:
-            self.knowledge.holding(replica.replica_id, replica.account, now_s)
+            knowledge.holding(replica.replica_id, replica.account, now_s)
+        if self.book.ledger.waiting_count and knowledge.shortened_ids:
+            for replica in self.book.granting_replicas:
+                if replica.replica_id in knowledge.shortened_ids:
+                    del knowledge.shortened_ids[replica.replica_id]
+                    self._hold_anew(replica)
+
+    def _hold_anew(self, replica: Replica) -> None:
+        """Shorten what was promised to programs that are held on a replica, without a hint. Cost: bounded."""
+        book, hold_s = self.book, self.core.decider.hold_s
+        for program in replica.acting.expiring.lowest(HELD_ANEW_COUNT):
+            if program.hold_until_s <= book.now_s or program.hint is not None:
+                continue
+            hold_until_s = program.turns_ended_s + hold_s(self.view, program)
+            if hold_until_s < program.hold_until_s:
+                book.act_anew(program, program.acting_since_s, hold_until_s)

@@ -41,6 +41,11 @@ size, and what was taken from it for earlier losses counts again only when progr
 **The threshold.** H is where one more second of holding no longer pays for all tools together. So one over the lowest
 return rate up to there is what a lost token is worth in seconds of holding; each tool is held by that. That is the
 break-even time b·C of an engine that is short of compute alone, less what the memory is worth.
+
+**Who never comes back.** A program that is over and did not say so looks like one whose tool runs. It would be held for
+as long as the longest tools. So all that are away count as not back until now, whether they are held or not
+(`tool_times.py`); of times that are predicted to bring nearly as much the shortest counts; and if a plan is for less
+long than the one before, that applies to who is held already, while others wait (`scheduler.py`).
 """
 
 from __future__ import annotations
@@ -68,6 +73,10 @@ HOLDING_GAIN_RATIO: Final = 1.06
 alone fill the memory, it cannot be seen what part of an iteration's time is for its tokens: a predicted gain of a few
 per cent may be a loss.
 """
+
+NEARLY_RATIO: Final = 0.99
+"""Of all times that are predicted to bring nearly as much as the best one, programs are held for the shortest: what few
+returns were seen so late may be a guess, and those that never come back are held as long."""
 
 CLAIMED_RATIO: Final = 0.95
 """Part of the memory that may be claimed where programs are held."""
@@ -152,20 +161,22 @@ def plan_holding(
     exceeding_ratio = SOFTLY_CLAIMED_RATIO if is_soft else 1.0
     claimed_ratio = exceeding_ratio * CLAIMED_RATIO * max(1.0, corrected_ratio)
     places_count = claimed_ratio * memory_tokens / (held_tokens + reserve_tokens)
-    threshold_s, lowest_per_s, away_ratio, away_s = 0.0, inf, 1.0, 0.0
+    lowest_per_s, away_ratio, away_s = inf, 1.0, 0.0
+    predictions: list[tuple[float, float]] = []
     grid = zip(returns.lengths_s, returns.return_ratios, returns.rates_per_s, strict=True)
     for length_s, return_ratio, rate_per_s in grid:
         away_s += away_ratio * length_s * (1.0 - return_ratio / 2)
         away_ratio *= 1.0 - return_ratio
         lowest_per_s = min(lowest_per_s, rate_per_s)
         predicted = _turns_per_s(costs, means, places_count, away_ratio * lost_tokens, goes_on_ratio * away_s)
-        if predicted > best:
-            best, threshold_s = predicted, SLACK_RATIO / lowest_per_s if lowest_per_s > 0 else inf
-    if not threshold_s or best < HOLDING_GAIN_RATIO * unheld:
+        predictions.append((predicted, lowest_per_s))
+        best = max(best, predicted)
+    if not best or best < HOLDING_GAIN_RATIO * unheld:
         middle_token_s = (least_token_s * most_token_s) ** 0.5
         is_cheap = 0.0 < unheld * middle_token_s * lost_tokens <= CHEAP_LOSS_RATIO
         return HoldingPlan(0.0, unheld, unheld, may_overfill=is_soft or is_cheap)
-    return HoldingPlan(threshold_s, best, unheld, exceeding_ratio)
+    lowest_per_s = next(rate_per_s for predicted, rate_per_s in predictions if predicted >= NEARLY_RATIO * best)
+    return HoldingPlan(SLACK_RATIO / lowest_per_s if lowest_per_s > 0 else inf, best, unheld, exceeding_ratio)
 
 
 def _turns_per_s(costs: EngineCosts, means: TurnMeans, places_count: float, lost_tokens: float, away_s: float) -> float:

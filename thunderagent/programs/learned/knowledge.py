@@ -9,7 +9,14 @@ from typing import Final
 from thunderagent.programs.learned.capacity import CapacityCorrection
 from thunderagent.programs.learned.goodput import Goodput
 from thunderagent.programs.learned.histogram import LogHistogram, check_range, geometric_edges
-from thunderagent.programs.learned.holding import NOTHING_HELD, REFRESH_S, EngineCosts, HoldingPlan, plan_holding
+from thunderagent.programs.learned.holding import (
+    NOTHING_HELD,
+    REFRESH_S,
+    EngineCosts,
+    HoldingPlan,
+    Returns,
+    plan_holding,
+)
 from thunderagent.programs.learned.price import Prices, SeenTurn
 from thunderagent.programs.learned.sizes import Growth, MediaSizes, RoleOutputs, TurnMeans
 from thunderagent.programs.learned.tier_price import TierPrices
@@ -56,6 +63,9 @@ TOOL_LEARNING_RATIO: Final = 0.05
 RESIDENCE_EDGES_S: Final = geometric_edges(0.5, 2**0.5, 38)
 """Half a second to two days."""
 
+RETURNS_S: Final = 1.0
+"""How long it stays known when programs come back."""
+
 SHORT_TOOLS_RATIO: Final = 0.1
 """Tools that may be shorter than what is expected of the tools of a program that was never seen."""
 
@@ -67,7 +77,9 @@ class Knowledge:
     """Everything that is learned, over all programs and replicas."""
 
     __slots__ = (
+        "_at_tools",
         "_known_capacities",
+        "_known_returns",
         "_learns_quantile",
         "_output_tokens",
         "_plans",
@@ -84,10 +96,10 @@ class Knowledge:
         "residences_s",
         "restore_pace",
         "role_outputs",
+        "shortened_ids",
         "tiers",
         "tokens_per_byte_ratio",
         "tool_times",
-        "tools_running_count",
         "turn_means",
     )
 
@@ -106,7 +118,7 @@ class Knowledge:
         self.role_outputs = RoleOutputs()
         self.judge_record = JudgeRecord()
         self.hints = HintRecord()
-        self.tools_running_count = 0
+        self._at_tools: dict[Program, None] = {}
         """Programs whose tool runs."""
         self.mean_tool_s = 0.0
         """How long tools took lately, the last one weighing `TOOL_LEARNING_RATIO`; 0 until one came back."""
@@ -122,6 +134,10 @@ class Knowledge:
         self.turn_means = TurnMeans()
         self._plans: dict[str, tuple[float, HoldingPlan]] = {}
         """By replica, with the time from which they are outdated."""
+        self._known_returns: tuple[float, Returns | None] = (-inf, None)
+        """The same of `_returns`."""
+        self.shortened_ids: dict[str, None] = {}
+        """Replicas for which less holding was planned than before, until somebody applied that to who is held there."""
 
     def replica_opened(self, replica_id: str, now_s: float) -> None:
         """Start to learn of a replica, or resume it."""
@@ -135,6 +151,7 @@ class Knowledge:
         self.prices.replica_removed(replica_id)
         self.tiers.replica_removed(replica_id)
         self._plans.pop(replica_id, None)
+        self.shortened_ids.pop(replica_id, None)
 
     def export(self) -> LearnedRecord:
         """Return all that was learned. Cost: O(all of it), half a millisecond at most."""
@@ -174,6 +191,7 @@ class Knowledge:
         check_range("tokens a byte", ratio, (LEAST_TOKENS_PER_BYTE_RATIO, MOST_TOKENS_PER_BYTE_RATIO))
         self.tool_times.adopt(learned.all_tools, learned.tools)
         self.mean_tool_s = learned.mean_tool_s
+        self._known_returns = (-inf, None)
         self.growth.adopt(learned.growth)
         self.prices.adopt(learned.replica_prices)
         self.goodput.adopt(learned.prices)
@@ -254,7 +272,8 @@ class Knowledge:
         capacity_tokens = account.assumed_tokens
         if capacity_tokens is None:
             return NOTHING_HELD
-        outdated_s, plan = self._plans.get(replica_id, (-inf, NOTHING_HELD))
+        outdated_s, before = self._plans.get(replica_id, (-inf, NOTHING_HELD))
+        plan = before
         if now_s >= outdated_s:
             price, correction = self.prices.of(replica_id), self.corrections.get(replica_id)
             token_s = price.cautious_token_s
@@ -263,7 +282,7 @@ class Knowledge:
             plan = plan_holding(
                 EngineCosts(token_s, price.iteration_s, price.sequence_s),
                 self.turn_means,
-                self.tool_times.returns(),
+                self._returns(now_s),
                 memory_tokens=capacity_tokens,
                 corrected_ratio=1.0 if correction is None else correction.ratio,
                 own_ratio=account.own_ratio,
@@ -271,8 +290,29 @@ class Knowledge:
                 least_token_s=price.least_token_s,
                 most_token_s=price.most_token_s if self._rules.adapt_capacity else inf,
             )
+            if plan.threshold_s < before.threshold_s:
+                self.shortened_ids[replica_id] = None
             self._plans[replica_id] = (now_s + REFRESH_S, plan)
         return plan
+
+    def _returns(self, now_s: float) -> Returns:
+        """Return when programs come back from their tools. Those that are not back yet were at risk until now.
+
+        Without them, programs that are over and did not say so would count as if they had never been there. Cost:
+        O(tools that run), at most once in `RETURNS_S`.
+        """
+        outdated_s, returns = self._known_returns
+        if returns is None or now_s >= outdated_s:
+            away_s = [now_s - program.acting_since_s for program in self._at_tools]
+            censored = [program.censored_after_s for program in self._at_tools]
+            returns = self.tool_times.returns(away_s, [each for each in censored if each is not None])
+            self._known_returns = (now_s + RETURNS_S, returns)
+        return returns
+
+    @property
+    def tools_running_count(self) -> int:
+        """Programs whose tool runs."""
+        return len(self._at_tools)
 
     def last_plan(self, replica_id: str) -> HoldingPlan:
         """Return what was planned last for a replica."""
@@ -364,12 +404,12 @@ class Knowledge:
         """Note that a program's tool runs from now on."""
         program.tool_runs = True
         program.censored_after_s = None
-        self.tools_running_count += 1
+        self._at_tools[program] = None
 
     def tool_returned(self, program: Program, now_s: float) -> None:
         """Learn how long a program was away when its turn arrives."""
         program.away_s = now_s - program.acting_since_s
-        self.tools_running_count -= 1
+        del self._at_tools[program]
         program.ideal_s_total += program.away_s
         learning_ratio = TOOL_LEARNING_RATIO if self.mean_tool_s else 1.0
         self.mean_tool_s += learning_ratio * (program.away_s - self.mean_tool_s)
@@ -382,7 +422,7 @@ class Knowledge:
     def tool_is_another(self, program: Program) -> None:
         """Learn nothing from a tool that turned out to be another one, or to have begun later."""
         program.tool_runs = False
-        self.tools_running_count -= 1
+        del self._at_tools[program]
 
     def tool_censored(self, program: Program, now_s: float) -> None:
         """Learn that a program whose claim is taken is not back yet."""
@@ -404,7 +444,7 @@ class Knowledge:
         """Learn from a program that ended."""
         if program.tool_runs and program.censored_after_s is None:
             self.tool_times.censored(program.tool, now_s - program.acting_since_s)
-        self.tools_running_count -= program.tool_runs
+        self._at_tools.pop(program, None)
         program.tool_runs = False
         if program.turn_count:
             if program.last_ended_s is not None:

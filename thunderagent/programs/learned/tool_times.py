@@ -35,6 +35,8 @@ EDGES_S: Final = geometric_edges(0.05, 2**0.5, 34)
 """Ends of the intervals: 50 ms to 77 min."""
 
 _STARTS_S: Final = (0.0, *EDGES_S)
+NOBODY_AWAY: Final[Sequence[float]] = (0.0,) * len(_STARTS_S)
+
 _LENGTHS_S: Final = (*(end - start for start, end in zip(_STARTS_S, EDGES_S, strict=False)), EDGES_S[-1])
 
 RETURN_RATIO: Final = 0.22
@@ -118,12 +120,17 @@ class _LifeTable:
         self.rates = rates
         self.lowest = [-rate_per_s for rate_per_s in accumulate(rates, min)]
 
-    def return_ratios(self, guess: list[float], guess_count: float) -> list[float]:
-        """Return, for each interval, the ratio of those away at its start that return in it."""
+    def return_ratios(
+        self, guess: list[float], guess_count: float, more_away: Sequence[float] = NOBODY_AWAY
+    ) -> list[float]:
+        """Return, for each interval, the ratio of those away at its start that return in it.
+
+        `more_away` are in no count yet, by the interval in which they are.
+        """
         at_risk = 0.0
         ratios = []
         for index in range(len(_STARTS_S) - 1, -1, -1):
-            returned, away = self.returned[index], self.away[index]
+            returned, away = self.returned[index], self.away[index] + more_away[index]
             if away < 0:
                 away = 0.0
             # A program that left in the interval without returning was at risk for half of it on average.
@@ -205,9 +212,18 @@ class ToolTimes:
         first_below = bisect_right(table.lowest, -needed_per_s)
         return _STARTS_S[first_below] if first_below < len(_STARTS_S) else inf
 
-    def returns(self) -> Returns:
-        """Return when programs came back from tools of all names together. Cost: O(intervals)."""
-        ratios = self._all.return_ratios(self._guess, GUESS_WEIGHT)
+    def returns(self, away_s: Sequence[float] = (), censored_s: Sequence[float] = ()) -> Returns:
+        """Return when programs came back from tools of all names together.
+
+        Some are away for `away_s`; some of these were counted as away for `censored_s` when they lost their claims.
+        Cost: O(intervals + away).
+        """
+        more_away = list(NOBODY_AWAY)
+        for each_s in away_s:
+            more_away[bisect_right(EDGES_S, each_s)] += 1.0
+        for each_s in censored_s:
+            more_away[bisect_right(EDGES_S, each_s)] -= 1.0
+        ratios = self._all.return_ratios(self._guess, GUESS_WEIGHT, more_away)
         return Returns(_LENGTHS_S, ratios, _return_rates(ratios), sum(self._all.returned))
 
     def return_rate_per_s(self, name: str, elapsed_s: float) -> float:

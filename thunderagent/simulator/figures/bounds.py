@@ -18,6 +18,9 @@ resident has to fit:
 
 which has one smallest root X (a quadratic). Holding a context costs H, dropping it costs g and W for its recomputation.
 
+An engine that slows with the used part U of its pool takes s·U - q·U² more for an iteration. That bends downwards, so
+it is at least (s - q)·U: each token that is resident costs each decode iteration (s - q)/C seconds of work, part of g.
+
 - **L0**: every gap is free: nothing is recomputed (least g and W), nothing is held (H = 0). X = 1/(g + W·a/C).
 - **L1**: clairvoyant hold-or-drop. Each gap is known beforehand; a context is held if its gap is shorter than a
   threshold, else dropped and recomputed. A search finds the best threshold: both costs grow with the context, so the

@@ -30,6 +30,7 @@ from thunderagent.programs.learned.sizes import TurnMeans
 from thunderagent.programs.learned.tool_times import ToolTimes
 from thunderagent.programs.messages import KnowledgeLoaded, LearnedRecord, ReplicaPriceRecord, TurnMeansRecord
 from thunderagent.programs.policies.breakeven import BreakEven
+from thunderagent.programs.policies.letting_in import LONGEST_HOLD_S
 
 SEEN = TurnMeansRecord(
     count=100,
@@ -188,6 +189,14 @@ def test_tools_are_held_up_to_where_the_next_second_pays_no_more() -> None:
 def test_all_are_held_where_a_stretch_without_returns_is_passed_for_more() -> None:
     """No threshold is long enough to pass it."""
     assert plan(returns=Returns((0.1, 0.1, 0.1), (0.5, 0.0, 1.0), (5.0, 0.0, 20.0), 100.0)).threshold_s == inf
+
+
+def test_of_times_that_bring_nearly_as_much_the_shortest_is_planned() -> None:
+    """Nine of ten come back in a second, hardly one later: waiting for that one is predicted to bring 0.4 %."""
+    returns = Returns((1.0, 1.0), (0.9, 0.02), (1.6, 0.07), 100.0)
+    short, long = plan(returns=Returns((1.0,), (0.9,), (1.6,), 100.0)), plan(returns=returns)
+    assert 1.0 < long.turns_per_s / short.turns_per_s < 1.01
+    assert long.threshold_s == short.threshold_s == pytest.approx(SLACK_RATIO / 1.6)
 
 
 def test_a_small_gain_is_no_reason_to_hold() -> None:
@@ -388,7 +397,7 @@ def test_plan_uses_at_once_what_was_learned_before_a_restart() -> None:
     """All tools together take a second: they are held a while, and no more is claimed than fits."""
     driver = restarted()
     threshold_s = driver.scheduler.view.hold_threshold_s("r0")
-    assert 1.0 < threshold_s < inf
+    assert 0.5 < threshold_s < inf
     assert driver.scheduler.knowledge.last_plan("r0").threshold_s == threshold_s
     assert limit_ratio(driver) == 1.0
     driver.takes_turn("a", 100)
@@ -427,6 +436,55 @@ def test_programs_of_one_turn_that_say_no_end_are_not_held() -> None:
     assert driver.scheduler.view.hold_threshold_s("r0") == 0.0
     turns = [driver.arrives(f"p{number}", 1000) for number in range(7)]
     assert all(turn in driver.granted_on for turn in turns)
+
+
+def test_nobody_is_held_where_hardly_anybody_comes_back() -> None:
+    """Ten came back after a second. 200 are away for a minute, and say no end: they are as good as over."""
+    driver = restarted(2e-4, tools_count=10)
+    assert driver.scheduler.view.hold_threshold_s("r0") > 0.0
+    for number in range(200):
+        driver.takes_turn(f"done{number}", 1000)
+    driver.ticks(60.0)
+    assert driver.scheduler.view.hold_threshold_s("r0") == 0.0
+
+
+def test_held_programs_are_held_for_less_long_if_that_is_planned_and_others_wait() -> None:
+    """One was to be held for ever. Then its tool is known to take a second; without anybody waiting it stays.
+
+    It may be another one's tool for which the new plan is made.
+    """
+    for others_wait, planned_at_tool in ((False, False), (True, False), (True, True)):
+        driver = restarted()
+        driver.keeps_busy()
+        driver.plans(inf, until_s=driver.now_s + 1.0)
+        driver.takes_turn("a", 6000)
+        waits = driver.arrives("b", 6000) if others_wait else None
+        driver.passes(2.0)
+        if planned_at_tool:
+            driver.takes_turn("c", 10)
+        driver.ticks()
+        threshold_s = driver.scheduler.view.hold_threshold_s("r0")
+        assert 0.5 < threshold_s < inf
+        held_s = driver.program("a").hold_until_s - driver.program("a").acting_since_s
+        if waits is None:
+            assert held_s == LONGEST_HOLD_S
+            continue
+        assert held_s == pytest.approx(driver.scheduler.knowledge.tool_times.hold_s("", 1.5 * threshold_s))
+        driver.ticks(held_s)
+        assert waits in driver.granted_on
+
+
+def test_a_hint_is_not_taken_back_when_less_is_planned() -> None:
+    """The client said when its next turn comes."""
+    driver = restarted(hint_ratio=1.0)
+    driver.keeps_busy()
+    driver.plans(inf, until_s=driver.now_s + 1.0)
+    driver.takes_turn("a", 6000)
+    driver.is_hinted("a", 100.0)
+    until_s = driver.program("a").hold_until_s
+    driver.arrives("b", 6000)
+    driver.ticks(2.0)
+    assert driver.program("a").hold_until_s == until_s
 
 
 def test_a_plan_stays_for_a_while() -> None:

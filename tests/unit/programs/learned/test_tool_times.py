@@ -116,6 +116,17 @@ def test_late_return_counts_as_if_never_censored() -> None:
             assert late.return_rate_per_s(name, elapsed_s) == plain.return_rate_per_s(name, elapsed_s)
 
 
+def test_those_still_away_were_at_risk_until_now_even_if_they_lost_their_claims_before() -> None:
+    """Twenty came back after a second, ten are away for 30 s; five of these were paused after 0.1 s."""
+    back = [("t", 1.0, False)] * 20
+    times = learned([*back, *[("t", 0.1, True)] * 5])
+    assert times.returns([30.0] * 10, [0.1] * 5) == learned([*back, *[("t", 30.0, True)] * 10]).returns()
+    first = bisect_right(EDGES_S, 1.0)
+    guessed = GUESS_WEIGHT * RETURN_RATIO
+    for found, count in ((times.returns([30.0] * 10, [0.1] * 5), 30), (times.returns(), 20)):
+        assert found.return_ratios[first] == pytest.approx((20 + guessed) / (count + GUESS_WEIGHT))
+
+
 @given(SEEN, st.integers(0, 30))
 def test_rates_stay_rates_whoever_comes_back_late(seen: list[Seen], late_count: int) -> None:
     """Correcting counts that were halved or forgotten meanwhile gives no negative rate, and no share over one."""

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.policies.baselines.passthrough import Passthrough
 from thunderagent.programs.policy import Policy
-from thunderagent.simulator.engine.records import EngineConfig
+from thunderagent.simulator.engine.engine import Engine
+from thunderagent.simulator.engine.records import EngineConfig, EngineRequest
 from thunderagent.simulator.engine.timing import TimingProfile, profile
 from thunderagent.simulator.figures.bounds import (
     Bounds,
@@ -68,6 +69,43 @@ def test_shared_tokens_take_no_room_but_are_attended_to() -> None:
     )
     assert shared.work_s == alone.work_s
     assert alone.token_iterations - shared.token_iterations == 60 + 60
+
+
+def test_a_used_token_of_a_pool_that_slows_its_engine_costs_each_decoding_its_least_share() -> None:
+    """A full pool costs 5 - 2 s, so each of 1,000 tokens at least 3 ms; 2 decodings, at 101 and 102 tokens."""
+    slowed = Engines(replace(TIMING, decode_pool_s=5.0, decode_pool_square_s=2.0), 1000)
+    for shared_tokens in (0, 60):
+        cost, without = (
+            engines.turn_cost(prompt_tokens=100, computed_tokens=40, output_tokens=3, shared_tokens=shared_tokens)
+            for engines in (slowed, replace(slowed, timing=TIMING))
+        )
+        assert cost.work_s - without.work_s == pytest.approx((101 + 102 - 2 * shared_tokens) * 0.003)
+        assert cost.token_iterations == without.token_iterations
+
+
+@pytest.mark.parametrize(("prompt_tokens", "least_ratio"), [(15_000, 0.96), (8000, 0.75), (500, 0.5)])
+def test_engine_that_slows_with_its_pool_takes_no_less_than_a_turn_alone_and_little_more_if_it_is_full(
+    prompt_tokens: int, least_ratio: float
+) -> None:
+    """An iteration slows less and less as the pool fills; the bound counts each token as if the pool were full."""
+    config = EngineConfig.of(profile("mocker"), kv_tokens=16_000)
+    engine = Engine(config)
+    engine.submit(EngineRequest("a", range(prompt_tokens), range(900)), 0.0)
+    taken_s = 0.0
+    while engine.has_work:
+        taken_s += engine.step(taken_s).duration_s
+    (shape,) = shapes(plan((prompt_tokens, 900, 0.0)))
+    assert least_ratio < Engines.of(config, 1).alone_s(shape) / taken_s <= 1.0
+
+
+def test_programs_that_fill_a_pool_that_slows_its_engine_stay_under_the_limit_and_not_far() -> None:
+    """Sixteen programs that only generate, on Dynamo's mocker with memory for some twelve of them."""
+    engine = EngineConfig.of(profile("mocker"), kv_tokens=2048)
+    result = simulate(
+        Scenario(engine=engine, programs_count=16, horizon_s=120, warmup_s=20), _Generating(), Passthrough()
+    )
+    assert result.bounds is not None
+    assert 0.7 < result.limit_ratio <= 1.0
 
 
 def test_l0_of_one_turn_matches_a_calculation_by_hand() -> None:
