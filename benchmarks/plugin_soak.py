@@ -50,10 +50,13 @@ MOST_PINNED_RATIO = 0.9
 PATH = "/thunderagent/programs"
 CHAT = "/v1/chat/completions"
 
+MMAP = (("MALLOC_MMAP_THRESHOLD_", "131072"),)
+
 ARMS: Mapping[str, Mapping[str, Any]] = {
     "stock": {},
     "plugin": plugin_settings(),
-    "stock-mmap": {"extra_variables": (("MALLOC_MMAP_THRESHOLD_", "131072"),)},
+    "stock-mmap": {"extra_variables": MMAP},
+    "plugin-mmap": plugin_settings() | {"extra_variables": (*plugin_settings()["extra_variables"], *MMAP)},
 }
 """What an engine has of its own. `mmap`: large buffers go back to the system as they are freed."""
 
