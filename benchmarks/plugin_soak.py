@@ -5,7 +5,7 @@ an answer, strangers send turns past the proxy, the engine gets messages that it
 reset, and the proxy is killed and starts anew. After `FIRST_LIFE` of the time the engine is killed, too; in its next
 life a decision of the plugin raises, and vLLM's own order applies.
 
-    scripts/bench plugin_soak --minutes 25
+    scripts/bench plugin_soak --minutes 25    # scripts/nightly has three hours; ends with 1 if it misses its bars
     scripts/bench plugin_soak --growth --minutes 13    # stock, then the plugin
 
 With `--growth` no engine is killed and no decision raises: the same load goes to an engine with vLLM's own scheduler
@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import random
 import re
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict
@@ -43,13 +44,19 @@ WARMUP_S = 180.0
 
 SAMPLE_S = 10.0
 PROXY_LIFE_S = 240.0
+MOST_PINNED_RATIO = 0.9
+"""The default of the plugin's `pin_share`."""
+
 PATH = "/thunderagent/programs"
 CHAT = "/v1/chat/completions"
+
+MMAP = (("MALLOC_MMAP_THRESHOLD_", "131072"),)
 
 ARMS: Mapping[str, Mapping[str, Any]] = {
     "stock": {},
     "plugin": plugin_settings(),
-    "stock-mmap": {"extra_variables": (("MALLOC_MMAP_THRESHOLD_", "131072"),)},
+    "stock-mmap": {"extra_variables": MMAP},
+    "plugin-mmap": plugin_settings() | {"extra_variables": (*plugin_settings()["extra_variables"], *MMAP)},
 }
 """What an engine has of its own. `mmap`: large buffers go back to the system as they are freed."""
 
@@ -204,7 +211,7 @@ class Soak:
 
         async def keep() -> None:
             while True:
-                log_path = cache_dir() / "logs" / f"plugin-soak-{self.counts['proxies_killed']}.log"
+                log_path = cache_dir() / "logs" / f"{self.arm}-soak-{self.counts['proxies_killed']}.log"
                 async with thunderagent("serve", *options, log_path=log_path) as self.proxy:
                     up.set()
                     await asyncio.sleep(PROXY_LIFE_S)
@@ -334,6 +341,20 @@ def growth_lines(samples: Sequence[Mapping[str, float]], from_s: float, to_s: fl
     return lines
 
 
+def misses_of(found: Mapping[str, Any]) -> list[str]:
+    """Return which bars a run missed: nothing is lost, pins are bounded, and only what should fail does."""
+    first, last = found["first_life"], found["failing_life"]
+    checks = {
+        f"{found['lost_turns']} turns were lost": found["lost_turns"] == 0,
+        f"pins held {found['most_pinned_ratio']:.2f} of the pool": found["most_pinned_ratio"] <= MOST_PINNED_RATIO,
+        f"{found['faults'].get('bad_answers', 0)} answers were not as expected": not found["faults"].get("bad_answers"),
+        "nothing was held for a next turn": bool(first["pins_total"].get("used")),
+        "the plugin failed where nothing was made to": first["on"] and not first["failures_total"],
+        "the plugin did not turn off where it was made to fail": not last["on"] and last["failures_total"] == 1,
+    }
+    return [miss for miss, is_well in checks.items() if not is_well]
+
+
 def compare_growth(args: argparse.Namespace) -> None:
     """Run the arms one after the other; the stored result is complete after each."""
     arms = []
@@ -375,6 +396,8 @@ def main() -> None:
     found = asyncio.run(Soak(args.minutes, args.programs, args.port, args.engine_port, args.seed).run())
     print({name: value for name, value in found.items() if name != "samples"})
     print(f"stored in {save_results(args.name, found)}")
+    if misses := misses_of(found):
+        sys.exit("; ".join(misses))
 
 
 if __name__ == "__main__":
