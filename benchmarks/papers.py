@@ -2,14 +2,14 @@
 
     scripts/bench papers fig4       # ThunderAgent, Fig. 1, 4, 5, 10: one engine, nine settings: turns/min, hits, time
     scripts/bench papers fig4-last  # the same on 8 bits at the last load, with Continuum and the released code
-    scripts/bench papers fig4-rivals  # and on the other settings
+    scripts/bench papers fig4-rivals  # and on the other settings; with --only fe in some
     scripts/bench papers fig4-released  # and with the released code alone
     scripts/bench papers fig2a      # Fig. 2a: how far two replicas drift apart in 90 minutes
     scripts/bench papers fig6a      # Fig. 6a: the parts of a turn's latency, and the waits for sandboxes
-    scripts/bench papers fig6b      # Fig. 6b: time between checks, and decay
-    scripts/bench papers fig7b      # Fig. 7b: nodes that only prefill or only decode, beside nodes that do both
+    scripts/bench papers fig6b      # Fig. 6b: time between checks, and decay; --only released: of what they ship
+    scripts/bench papers fig7b      # Fig. 7b: nodes that only prefill or only decode; --only policies: those beside it
     scripts/bench papers table2     # Table 2: a rollout of 144 programs on two replicas
-    scripts/bench papers table2-released  # the same with what the authors ship, without the oracle
+    scripts/bench papers table2-released  # with what the authors ship; --only batch, or openhands-closed: in parts
     scripts/bench papers orbit      # ORBIT, Table 1 and Fig. 4: latency of tasks, right and wrong; recall by step
     scripts/bench papers orbit-front  # the same with the default policy in front of the engine
     scripts/bench papers oracle     # not from a paper: how near the clairvoyant policy comes to the bound L1
@@ -57,6 +57,8 @@ from thunderagent.simulator.workloads.distributions import workload
 Figures = dict[str, Any]
 
 POLICIES = ("passthrough", "continuum", "thunderagent", "thunderagent-released", "breakeven")
+RIVALS = tuple(policy for policy in POLICIES if policy != "thunderagent")
+"""Beside the runs of `fig4`, in which `thunderagent` makes the same turns to the last digit."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ def serving_last(runner: Runner, console: Console) -> Figures:
 
 def serving_rivals(runner: Runner, console: Console) -> Figures:
     """Simulate the other settings so, or those of them that the command line names."""
-    return _at_last_load(runner, console, _others(runner), POLICIES)
+    return _at_last_load(runner, console, _others(runner), RIVALS)
 
 
 def serving_released(runner: Runner, console: Console) -> Figures:
@@ -249,6 +251,12 @@ PARTS_OF_A_TURN: dict[str, Callable[[RunResult], float]] = {
 def ablation(runner: Runner, console: Console) -> Figures:
     """Simulate one engine with 96 mini-SWE-agent programs: time between checks, and base x of f(t) = x^-t."""
     scenario = scenario_of("glm-4.6-h100x8", minutes=60, warmup_minutes=10)
+    if runner.only == "released":
+        shipped = ("thunderagent-released", *(f"thunderagent-released:delta_s={delta_s}" for delta_s in (1, 10, 20)))
+        beside = ("passthrough", "breakeven", *shipped)
+        result = runner.compare("fig6b", scenario, workload("mini-swe-agent"), beside, [96], keep_samples=False)
+        console.print(table("Fig. 6b, as its authors ship it", result, "paper: stable over a range"))
+        return {"rows": rows_of(result)}
     by_check = {delta_s: f"thunderagent:delta_s={delta_s}" for delta_s in (1, 2, 5, 10, 20)}
     by_base = {
         base: f"thunderagent:half_life_s={math.log(2) / math.log(base) if base > 1 else math.inf:.4g}"
@@ -310,7 +318,7 @@ def split_roles(runner: Runner, console: Console) -> Figures:
     rows: list[dict[str, Any]] = []
     figures: Figures = {"nodes": SPLIT_NODES_COUNT, "splits": rows}
     for load in SPLIT_LOADS:
-        for split in SPLITS:
+        for split in () if runner.only == "policies" else SPLITS:
             scenarios = [replace(base, programs_count=load, seed=seed) for seed in runner.seeds]
             runs = [SplitRun(scenario, programs, split).run() for scenario in scenarios]
             of = {name: [pick(run) for run in runs] for name, pick in PARTS_OF_A_SPLIT.items()}
@@ -323,7 +331,8 @@ def split_roles(runner: Runner, console: Console) -> Figures:
     contestants = ("sticky", "thunderagent", "thunderagent-released", "breakeven")
     result = runner.compare("fig7b", base, programs, contestants, SPLIT_LOADS, keep_samples=False)
     console.print(table("Fig. 7b, nodes that do both", result, "paper: split nodes thrash earlier"))
-    save_plot("papers-fig7b", _split_plot(rows))
+    if rows:
+        save_plot("papers-fig7b", _split_plot(rows))
     return figures | {"rows": rows_of(result)}
 
 
@@ -347,20 +356,17 @@ def _split_plot(rows: Sequence[dict[str, Any]]) -> Figure:
 # --- Table 2 --------------------------------------------------------------------------------------
 
 
-ROLLOUT_POLICIES = ("sticky", "thunderagent", "thunderagent-released", "breakeven")
-
-
 def rollout(runner: Runner, console: Console) -> Figures:
     """Simulate two replicas with 144 programs: kept at that number for an hour, and as a batch to its end.
 
     OpenHands' sandboxes are prepared by the proxy's plan, ahead; beside it by each program's first tool.
     """
-    return _rollout(runner, console, (*ROLLOUT_POLICIES, "oracle"), late_too=True)
+    return _rollout(runner, console, ("sticky", *POLICIES[2:], "oracle"), late_too=True)
 
 
 def rollout_released(runner: Runner, console: Console) -> Figures:
-    """Simulate it with what the authors ship beside, without the oracle and late sandboxes."""
-    return _rollout(runner, console, ROLLOUT_POLICIES, late_too=False)
+    """Simulate it with what the authors ship beside, without the oracle and late sandboxes, or parts of it."""
+    return _rollout(runner, console, ("sticky", "thunderagent-released", "breakeven"), late_too=False)
 
 
 def _rollout(runner: Runner, console: Console, contestants: Sequence[str], *, late_too: bool) -> Figures:
@@ -373,6 +379,8 @@ def _rollout(runner: Runner, console: Console, contestants: Sequence[str], *, la
     at_first_tool = replace(SANDBOXES, prepare_at="first_tool")
     for loop, scenario in (("closed", closed), ("batch", batch)):
         for name in ROLLOUT_PAPER:
+            if runner.only not in f"{name}-{loop}":
+                continue
             loaded = {loop: replace(scenario, tools=SANDBOXES) if name == "openhands" else scenario}
             if late_too and name == "openhands":
                 loaded[f"{loop}, at the first tool"] = replace(scenario, tools=at_first_tool)
@@ -513,7 +521,9 @@ def main() -> None:
     parser.add_argument("figure", choices=COMMANDS)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each, each with other programs")
     parser.add_argument(
-        "--only", default="", help="for fig4-rivals: settings, by their letters, into a file of its own"
+        "--only",
+        default="",
+        help="a part, into a file of its own; of fig4-rivals and fig4-released: settings, by their letters",
     )
     parser.add_argument("--jobs", type=int, help="runs at a time (default: one for each core)")
     args = parser.parse_args()
