@@ -175,6 +175,7 @@ def _findings(policy: str, all_runs: Mapping[str, Sequence[Run]]) -> Iterator[Fi
     yield Finding(PROFILE, policy, QUEUEING, mean_of(runs, first_token_s))
     if policy != "FCFS":
         yield Finding(PROFILE, policy, f"{QUEUEING} / FCFS", ratio_of(runs, fcfs, first_token_s))
+    yield Finding(PROFILE, policy, "programs/h", mean_of(runs, lambda each: each.programs_per_hour_count))
     yield Finding(PROFILE, policy, "prompt tokens cached", mean_of(runs, lambda each: each.hit_ratio))
     yield Finding(PROFILE, policy, "questions to the judge", mean_of(runs, questions_count))
 

@@ -12,7 +12,8 @@
     scripts/bench papers table2-released  # with what the authors ship; --only batch, or openhands-closed: in parts
     scripts/bench papers orbit      # ORBIT, Table 1 and Fig. 4: latency of tasks, right and wrong; recall by step
     scripts/bench papers orbit-front  # the same with the default policy in front of the engine
-    scripts/bench papers oracle     # not from a paper: how near the clairvoyant policy comes to the bound L1
+    scripts/bench papers oracle     # not from a paper: how near the clairvoyant policy comes to the bound L1; --only
+                                    # beside: the released code and the default
     scripts/bench papers mars       # MARS, Fig. 7, 10 and goodput: 20 points, ten policies
     scripts/bench papers mars-orders  # the paper's order of admission beside ours
     scripts/bench papers mars-evictions  # Fig. 3A: evicted blocks over a run
@@ -20,7 +21,8 @@
     scripts/bench papers mars-fig8    # MARS, Fig. 8: GPT-OSS-120B
     scripts/bench papers mars-fig11   # MARS, Fig. 11 and 12: a whole agent framework
     scripts/bench papers mars-fig13   # MARS, Fig. 13: without a component each
-    scripts/bench papers companions # Autellix, InferCept, Continuum and CONCUR beside ours, on our workloads
+    scripts/bench papers companions # Autellix, InferCept, Continuum and CONCUR beside ours, on our workloads; --only
+                                    # beside: those that are not theirs
 
 Each writes its figures to `benchmarks/results/papers-NAME.json` and its plots beside it. Runs are deterministic. The
 paper's values are in the tables below, as far as they were published in words or numbers.
@@ -119,8 +121,10 @@ def serving(runner: Runner, console: Console) -> Figures:
 
 
 def serving_last(runner: Runner, console: Console) -> Figures:
-    """Simulate the settings on 8 bits at their last load alone, with the authors' rival and their released code."""
-    return _at_last_load(runner, console, [each for each in SETTINGS if each.profile == FP8_KV], POLICIES)
+    """Simulate those on 8 bits, or some of them, at their last load, with the authors' rival and what they ship."""
+    return _at_last_load(
+        runner, console, _named(runner, [each for each in SETTINGS if each.profile == FP8_KV]), POLICIES
+    )
 
 
 def serving_rivals(runner: Runner, console: Console) -> Figures:
@@ -134,7 +138,12 @@ def serving_released(runner: Runner, console: Console) -> Figures:
 
 
 def _others(runner: Runner) -> list[Setting]:
-    return [each for each in SETTINGS if each.profile != FP8_KV and each.title[0] in (runner.only or each.title)]
+    return _named(runner, [each for each in SETTINGS if each.profile != FP8_KV])
+
+
+def _named(runner: Runner, settings: Sequence[Setting]) -> list[Setting]:
+    """Return those whose letters the command line names, or all."""
+    return [each for each in settings if each.title[0] in (runner.only or each.title)]
 
 
 def _at_last_load(runner: Runner, console: Console, settings: Sequence[Setting], policies: Sequence[str]) -> Figures:
@@ -399,6 +408,9 @@ def _rollout(runner: Runner, console: Console, contestants: Sequence[str], *, la
 def oracle(runner: Runner, console: Console) -> Figures:
     """Measure how much of the bound L1 the clairvoyant policy reaches as more programs fit in memory together."""
     figures: Figures = {}
+    contestants = ("passthrough", "thunderagent", "oracle")
+    if runner.only == "beside":
+        contestants = ("passthrough", "thunderagent-released", "breakeven")
     for name, profile_name, times, programs in (
         ("mini-swe-agent", "qwen3-14b-h100", 1.0, 32),
         ("mini-swe-agent", "glm-4.6-h100x8", 1.0, 96),
@@ -411,9 +423,10 @@ def oracle(runner: Runner, console: Console) -> Figures:
         scenario = scenario_of("glm-4.6-h100x8", minutes=120, warmup_minutes=40)
         scenario = replace(scenario, engine=replace(scenario.engine, timing=timing, kv_tokens=pool_tokens))
         title = f"{name}, {profile_name}, {pool_tokens:,} tokens"
-        result = runner.compare(title, scenario, workload(name), ("passthrough", "thunderagent", "oracle"), [programs])
+        result = runner.compare(title, scenario, workload(name), contestants, [programs], keep_samples=False)
         console.print(table(title, result, "per cent of L1 are of the very turns that a run finished"))
         figures[title] = rows_of(result)
+        runner.keep(figures)
     return figures
 
 
@@ -523,7 +536,7 @@ def main() -> None:
     parser.add_argument(
         "--only",
         default="",
-        help="a part, into a file of its own; of fig4-rivals and fig4-released: settings, by their letters",
+        help="a part, into a file of its own; of fig4-last, fig4-rivals and fig4-released: settings, by their letters",
     )
     parser.add_argument("--jobs", type=int, help="runs at a time (default: one for each core)")
     args = parser.parse_args()
