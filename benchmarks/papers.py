@@ -7,7 +7,7 @@
     scripts/bench papers fig2a      # Fig. 2a: how far two replicas drift apart in 90 minutes
     scripts/bench papers fig6a      # Fig. 6a: the parts of a turn's latency, and the waits for sandboxes
     scripts/bench papers fig6b      # Fig. 6b: time between checks, and decay; --only released: of what they ship
-    scripts/bench papers fig7b      # Fig. 7b: nodes that only prefill or only decode; --only policies: those beside it
+    scripts/bench papers fig7b      # Fig. 7b: nodes that only prefill or only decode; --only policies, or policies-48
     scripts/bench papers table2     # Table 2: a rollout of 144 programs on two replicas
     scripts/bench papers table2-released  # with what the authors ship; --only batch, or openhands-closed: in parts
     scripts/bench papers orbit      # ORBIT, Table 1 and Fig. 4: latency of tasks, right and wrong; recall by step
@@ -325,7 +325,7 @@ def split_roles(runner: Runner, console: Console) -> Figures:
     rows: list[dict[str, Any]] = []
     figures: Figures = {"nodes": SPLIT_NODES_COUNT, "splits": rows}
     for load in SPLIT_LOADS:
-        for split in () if runner.only == "policies" else SPLITS:
+        for split in () if runner.only else SPLITS:
             scenarios = [replace(base, programs_count=load, seed=seed) for seed in runner.seeds]
             runs = [SplitRun(scenario, programs, split).run() for scenario in scenarios]
             of = {name: [pick(run) for run in runs] for name, pick in PARTS_OF_A_SPLIT.items()}
@@ -336,7 +336,8 @@ def split_roles(runner: Runner, console: Console) -> Figures:
             console.print(rows[-1])
             runner.keep(figures)
     contestants = ("sticky", "thunderagent", "thunderagent-released", "breakeven")
-    result = runner.compare("fig7b", base, programs, contestants, SPLIT_LOADS, keep_samples=False)
+    loads = [load for load in SPLIT_LOADS if runner.only in ("", "policies", f"policies-{load}")]
+    result = runner.compare("fig7b", base, programs, contestants, loads, keep_samples=False)
     console.print(table("Fig. 7b, nodes that do both", result, "paper: split nodes thrash earlier"))
     if rows:
         save_plot("papers-fig7b", _split_plot(rows))

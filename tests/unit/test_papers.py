@@ -26,6 +26,18 @@ def figures(name: str) -> Any:
     return json.loads((RESULTS / f"papers-{name}.json").read_text())["figures"]
 
 
+def all_figures(name: str) -> Any:
+    """Return the figures of all results of that name, made in parts: the parts of a setting, too, are of many files."""
+    found: dict[str, Any] = {}
+    for path in sorted(RESULTS.glob(f"papers-{name}*.json")):
+        for title, figure in json.loads(path.read_text())["figures"].items():
+            known = found.setdefault(title, {**figure, "rows": []})
+            known["rows"] += [
+                row for row in figure["rows"] if row["policy"] not in {each["policy"] for each in known["rows"]}
+            ]
+    return found
+
+
 def by_policy(rows: Sequence[Row], programs: int | None = None) -> dict[str, Row]:
     """Return the rows at a load, by default the highest, by policy."""
     most = programs or max(int(row["programs"]) for row in rows)
@@ -58,53 +70,69 @@ def span(values: Sequence[float], digits: int = 2) -> str:
 SETTINGS = {
     "a, 8 bits: mini-SWE-agent, GLM-4.6": "a, KV of 8 bits",
     "b, 8 bits: OpenHands, GLM-4.6": "b, KV of 8 bits",
+    "f, 8 bits: ScienceAgentBench, GLM-4.6": "f, KV of 8 bits",
     "a, 16 bits": "a: mini-SWE-agent, GLM-4.6",
     "b, 16 bits": "b: OpenHands, GLM-4.6",
-    "c: ToolOrchestra HLE, Qwen3-8B": "",
-    "d: mini-SWE-agent, Qwen3-235B": "",
-    "e: OpenHands, Qwen3-235B": "",
-    "f: ScienceAgentBench, GLM-4.6": "",
+    "f, 16 bits": "f: ScienceAgentBench, GLM-4.6",
+    "c: ToolOrchestra HLE, Qwen3-8B": "c: ToolOrchestra HLE, Qwen3-8B",
+    "d: mini-SWE-agent, Qwen3-235B": "d: mini-SWE-agent, Qwen3-235B",
+    "e: OpenHands, Qwen3-235B": "e: OpenHands, Qwen3-235B",
 }
 FIG4_POLICIES = ("continuum", "thunderagent", "thunderagent-released", "breakeven", "oracle")
+FIG4_FILES = ("fig4-last", "fig4-rivals", "fig4", "fig4-released")
+"""Of two that have a policy the first counts, which is of newer code."""
+
+
+def fig4_rows() -> dict[str, dict[str, Row]]:
+    """Return the last load's rows by setting and policy, over all files; without a policy they all say the same."""
+    found: dict[str, dict[str, Row]] = {}
+    for each in (figures("fig4"), *(all_figures(name) for name in FIG4_FILES if name != "fig4")):
+        for title, figure in each.items():
+            rows = by_policy(figure["rows"])
+            known = found.setdefault(title, {})
+            if known:
+                assert rows["passthrough"]["turns_per_min"] == known["passthrough"]["turns_per_min"], title
+    for name in reversed(FIG4_FILES):
+        for title, figure in (figures("fig4") if name == "fig4" else all_figures(name)).items():
+            found[title] |= by_policy(figure["rows"])
+    return found
 
 
 def fig4() -> Iterator[str]:
-    older, last, rivals = figures("fig4"), figures("fig4-last"), figures("fig4-rivals")
-    released = {
-        title: rows
-        for path in sorted(RESULTS.glob("papers-fig4-released-*.json"))
-        for title, rows in json.loads(path.read_text())["figures"].items()
-    }
-    for shown, of_file in SETTINGS.items():
-        title = of_file or shown
-        measured = [by_policy(each[title]["rows"]) for each in (last, rivals, older, released) if title in each]
-        of = {policy: each[policy]["ratio"] for each in reversed(measured) for policy in each}
-        cells = [cell(of[policy]) if policy in of else "" for policy in FIG4_POLICIES]
-        paper = next(each[title]["paper_ratio"] for each in (last, older) if title in each)
+    older, of_all = figures("fig4"), fig4_rows()
+    for shown, title in SETTINGS.items():
+        of = of_all[title]
+        cells = [cell(of[policy]["ratio"]) if policy in of else "" for policy in FIG4_POLICIES]
+        paper = (older | all_figures("fig4-last"))[title]["paper_ratio"]
         yield re.sub(r"\s+", " ", f"| {shown} | {' | '.join(cells)} | {paper} |")
-        if "16 bits" not in shown:
-            ended = {policy: each[policy] for each in reversed(measured) for policy in each}
-            cells = [
-                f"{mean(ended[policy]['programs_per_hour']):.0f}, {mean(ended[policy]['program_mean_s']):,.0f}"
-                if policy in ended
-                else ""
-                for policy in ("passthrough", *FIG4_POLICIES[:-1])
-            ]
-            yield re.sub(r"\s+", " ", f"| {shown.partition(':')[0]} | {' | '.join(cells)} |")
-    a, b = (by_policy(last[f"{letter}, KV of 8 bits"]["rows"]) for letter in "ab")
-    gains = [mean(each["thunderagent"]["ratio"]) / mean(each["continuum"]["ratio"]) for each in (a, b)]
-    yield f"Over Continuum on 8 bits {gains[0]:.2f} (a) and {gains[1]:.2f} (b)"
-    c, d = (by_policy(rivals[title]["rows"])["continuum"] for title in rivals if title[0] in "cd")
-    ours = [by_policy(older[title]["rows"])["thunderagent"] for title in older if title[0] in "cd"]
-    gains = [mean(own["ratio"]) / mean(theirs["ratio"]) for own, theirs in zip(ours, (c, d), strict=True)]
-    yield f"else {gains[0]:.2f} (c) and {gains[1]:.2f} (d)"
-    yield f"here {100 * mean(c['hit_ratio']):.0f} against {100 * mean(ours[0]['hit_ratio']):.0f} %"
-    hits = {policy: [100 * mean(each[policy]["hit_ratio"]) for each in (a, b)] for policy in a}
-    yield f"Continuum {hits['continuum'][0]:.0f} (a) and {hits['continuum'][1]:.0f} % (b) on 8 bits"
-    yield f"`thunderagent` {hits['thunderagent'][0]:.0f} and {hits['thunderagent'][1]:.0f} %"
-    coding = [by_policy(older[title]["rows"])["thunderagent"] for title in older if title[0] in "abde"]
-    coding += [each["thunderagent"] for each in (a, b)]
-    yield f"{span([100 * mean(row['hit_ratio']) for row in coding], 0)} %"
+        cells = [
+            f"{mean(of[policy]['programs_per_hour']):.0f}, {mean(of[policy]['program_mean_s']):,.0f}"
+            if policy in of
+            else ""
+            for policy in ("passthrough", *FIG4_POLICIES[:-1])
+        ]
+        yield re.sub(r"\s+", " ", f"| {shown.partition(':')[0]} | {' | '.join(cells)} |")
+
+    def over_continuum(*letters: str) -> str:
+        told = []
+        for letter in letters:
+            of = next(rows for title, rows in of_all.items() if title.startswith(letter))
+            told.append(mean(of["thunderagent"]["ratio"]) / mean(of["continuum"]["ratio"]))
+        return ", ".join(f"{each:.2f}" for each in told)
+
+    yield f"8 bits {over_continuum('a, ', 'b, ', 'f, ')} (a, b, f)"
+    yield f"16 bits {over_continuum('a:', 'b:', 'f:')}, else {over_continuum('c:', 'd:', 'e:')} (c, d, e)"
+
+    def hits(policy: str, *titles: str) -> list[float]:
+        return [100 * mean(of_all[title][policy]["hit_ratio"]) for title in titles]
+
+    coding = [title for title in of_all if title[0] in "abde"]
+    yield f"{span(hits('thunderagent', *coding), 0)} %; Continuum {span(hits('continuum', *coding), 0)} %"
+    stochastic = [
+        SETTINGS[shown] for shown in ("c: ToolOrchestra HLE, Qwen3-8B", "f, 8 bits: ScienceAgentBench, GLM-4.6")
+    ]
+    ours, theirs = (hits(policy, *stochastic) for policy in ("thunderagent", "continuum"))
+    yield f"here {theirs[0]:.0f} against {ours[0]:.0f} %, {theirs[1]:.0f} against {ours[1]:.0f} %"
 
 
 E = "OpenHands, Qwen3-235B"
