@@ -182,12 +182,21 @@ def table2() -> Iterator[str]:
         yield f"| {title} | {first} | {shipped}| {' | '.join(others)} | {ratio} |"
         first, *others = (cell(batch[policy]["ratio"]) for policy in policies)
         yield f"a batch to its end | {first} | | {' | '.join(others)} | |"
-        ended = {policy: row["programs_per_hour"] for policy, row in closed.items()}
-        yield f"{mean(ended['sticky']):.0f}, {whole(ended['thunderagent'])} and {whole(ended['breakeven'])}"
     loops = [by_policy(found[name]["closed"]) for name in found]
-    for policy in ("sticky", "thunderagent"):
-        steps = " and ".join(f"{mean(loop[policy]['turns_per_min']):.0f}" for loop in loops)
-        yield f"`{policy}` {steps}"
+    loops[0] |= {"thunderagent-released": alone["thunderagent-released"]}
+    loops[1] |= {"thunderagent-released": {"turns_per_min": parts["thunderagent-released"]["turns_per_min"]}}
+    policies = ("sticky", "thunderagent", "thunderagent-released", "breakeven")
+    theirs = [each for name in found for each in found[name]["paper"].values()]
+    for shown, figure in (
+        ("Steps a minute; paper {} and {}, {} and {}".format(*theirs), "turns_per_min"),
+        ("Programs an hour", "programs_per_hour"),
+        ("Mean seconds of a program", "program_mean_s"),
+    ):
+        cells = [
+            ", ".join(f"{mean(loop[policy][figure]):,.0f}" if figure in loop[policy] else "" for loop in loops)
+            for policy in policies
+        ]
+        yield f"| {shown} | {' | '.join(each.strip() for each in cells)} |"
     yield f"{100 * mean(loops[1]['sticky']['limit_ratio']):.0f} % of the limit"
 
 
@@ -449,13 +458,24 @@ def mars_evictions() -> Iterator[str]:
     yield f"{of['mars']:.0f} blocks a program, evenly over the run, the baselines {ends} {default}"
 
 
+def hourly(figure: str, place: str, *policies: str) -> str:
+    """Return how many of a run's 200 programs end in an hour, over the newest code's seeds; all but the first named."""
+    runs = [*json.loads((RESULTS / f"papers-mars-{figure}-runs.json").read_text()).values()][-1]["runs"]
+    ended = [
+        fmean(200 * 3600 / runs[f"{place}|{policy}|{seed}"]["simulated_s"] for seed in range(10)) for policy in policies
+    ]
+    names = ["", *(f"{'Continuum' if policy == 'continuum' else f'`{policy}`'} " for policy in policies[1:])]
+    return ", ".join(f"{name}{each:.0f}" for name, each in zip(names, ended, strict=True))
+
+
 def mars_fig8() -> Iterator[str]:
     best = figures("mars-fig8")["best baseline / it"]
     default = best["breakeven"]["mean_s"].partition(",")[0]
     places = [each["best baseline / it"]["mars"] for each in figures("mars-fig8")["places"]]
     least, most = min(places, key=mean), max(places, key=mean)
     low, _, high = default.split()
-    yield f"{least} to {cell(most)} (`breakeven` {low} to {float(high):.1f})"
+    ended = hourly("fig8", "S-ILR3 gpt-oss 2", "breakeven", "mars", "continuum")
+    yield f"{least} to {cell(most)} (`breakeven` {low} to {float(high):.1f}; programs an hour at the heaviest {ended})"
     for percentile in ("p90_s", "p95_s"):
         low, _, high = best["mars"][percentile].partition(",")[0].split()
         yield f"P{percentile[1:3]} {low} to {float(high):.1f}"
@@ -468,7 +488,9 @@ def mars_fig11() -> Iterator[str]:
         for policy, each in found["best baseline / it"].items()
     }
     ours = best["mars"]
-    yield f"mean {ours['mean_s']} (`breakeven` {best['breakeven']['mean_s']}); P90 {ours['p90_s']}, P95 {ours['p95_s']}"
+    ended = hourly("fig11", "263k h200 1.5", "breakeven", "mars", "infercept")
+    yield f"mean {ours['mean_s']} (`breakeven` {best['breakeven']['mean_s']}; programs an hour at 263k {ended}); P90"
+    yield f"P90 {ours['p90_s']}, P95 {ours['p95_s']}"
     tail = {policy: mean(text) for policy, text in found["places"][0]["p90_s"].items()}
     yield f"P90 {tail['mars']:.0f} s, `breakeven` {tail['breakeven']:.0f}, `infercept` {tail['infercept']:.0f}"
     assert {ratio for each in found["places"] for ratio in each["completed_ratio"].values()} == {"1.000 ± 0.000"}
@@ -485,6 +507,8 @@ def mars_fig13() -> Iterator[str]:
     low, high = slower("no control plane")
     yield f"without the control plane {low:.2f} to {high:.1f}"
     yield f"without the co-scheduler {span(slower('no co-scheduler'))}"
+    low, high = slower("breakeven")
+    yield f"`breakeven` {low:.2f} to {high:.1f}."
 
 
 def plugin() -> Iterator[str]:
