@@ -11,7 +11,8 @@
     scripts/bench papers table2     # Table 2: a rollout of 144 programs on two replicas
     scripts/bench papers table2-released  # with what the authors ship; --only batch, or openhands-closed: in parts
     scripts/bench papers orbit      # ORBIT, Table 1 and Fig. 4: latency of tasks, right and wrong; recall by step
-    scripts/bench papers orbit-front  # the same with the default policy in front of the engine
+    scripts/bench papers orbit-front  # the same with the default policy in front of the engine; --only short: where
+                                    # memory is short, not the paper's setting
     scripts/bench papers oracle     # not from a paper: how near the clairvoyant policy comes to the bound L1; --only
                                     # beside: the released code and the default
     scripts/bench papers mars       # MARS, Fig. 7, 10 and goodput: 20 points, ten policies

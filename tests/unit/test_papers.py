@@ -149,7 +149,9 @@ def fig10() -> Iterator[str]:
     yield f"in e turns a minute fall from {fell[0]:.0f} to {fell[1]:.0f} between 24 and 48 programs"
     last = [by_policy(figures("fig4-last")[f"{letter}, KV of 8 bits"]["rows"]) for letter in "ab"]
     told = {policy: [f"{mean(each[policy]['turn_mean_s']):.0f}" for each in last] for policy in last[0]}
-    yield "`continuum` has {} (a) and {} (b)".format(*told["continuum"])
+    theirs = [rows["continuum"] for title, rows in sorted(fig4_rows().items()) if title[:2] in ("a:", "b:", "d:", "e:")]
+    seconds = [f"{mean(each['turn_mean_s']):.0f}" for each in theirs] + told["continuum"]
+    yield "`continuum` has {}, {}, {} and {}; on 8 bits {} (a) and {} (b)".format(*seconds)
     yield "`thunderagent` {} and {}".format(*told["thunderagent"])
     for title in (title for title in older if title[0] in "abde"):
         pairs = [
