@@ -78,7 +78,7 @@ SETTINGS = {
     "d: mini-SWE-agent, Qwen3-235B": "d: mini-SWE-agent, Qwen3-235B",
     "e: OpenHands, Qwen3-235B": "e: OpenHands, Qwen3-235B",
 }
-FIG4_POLICIES = ("continuum", "thunderagent", "thunderagent-released", "breakeven", "oracle")
+FIG4_POLICIES = ("continuum", "thunderagent", "thunderagent-released", "breakeven")
 FIG4_FILES = ("fig4-last", "fig4-rivals", "fig4", "fig4-released")
 """Of two that have a policy the first counts, which is of newer code."""
 
@@ -105,13 +105,13 @@ def fig4() -> Iterator[str]:
         cells = [cell(of[policy]["ratio"]) if policy in of else "" for policy in FIG4_POLICIES]
         paper = (older | all_figures("fig4-last"))[title]["paper_ratio"]
         yield re.sub(r"\s+", " ", f"| {shown} | {' | '.join(cells)} | {paper} |")
+        if "16 bits" in shown:
+            continue
         cells = [
             f"{mean(of[policy]['programs_per_hour']):.0f}, {mean(of[policy]['program_mean_s']):,.0f}"
-            if policy in of
-            else ""
-            for policy in ("passthrough", *FIG4_POLICIES[:-1])
+            for policy in ("passthrough", *FIG4_POLICIES)
         ]
-        yield re.sub(r"\s+", " ", f"| {shown.partition(':')[0]} | {' | '.join(cells)} |")
+        yield f"| {shown.partition(':')[0]} | {' | '.join(cells)} |"
 
     def over_continuum(*letters: str) -> str:
         told = []
@@ -147,12 +147,8 @@ def fig10() -> Iterator[str]:
     yield f"a turn takes {grew[1] / grew[0]:.1f} times as long from 24 to 96 programs"
     fell = [mean(by_policy(older[f"e: {E}"]["rows"], load)["passthrough"]["turns_per_min"]) for load in (24, 48)]
     yield f"in e turns a minute fall from {fell[0]:.0f} to {fell[1]:.0f} between 24 and 48 programs"
-    last = [by_policy(figures("fig4-last")[f"{letter}, KV of 8 bits"]["rows"]) for letter in "ab"]
-    told = {policy: [f"{mean(each[policy]['turn_mean_s']):.0f}" for each in last] for policy in last[0]}
     theirs = [rows["continuum"] for title, rows in sorted(fig4_rows().items()) if title[:2] in ("a:", "b:", "d:", "e:")]
-    seconds = [f"{mean(each['turn_mean_s']):.0f}" for each in theirs] + told["continuum"]
-    yield "`continuum` has {}, {}, {} and {}; on 8 bits {} (a) and {} (b)".format(*seconds)
-    yield "`thunderagent` {} and {}".format(*told["thunderagent"])
+    yield "`continuum` has {}, {}, {} and {}".format(*(f"{mean(each['turn_mean_s']):.0f}" for each in theirs))
     for title in (title for title in older if title[0] in "abde"):
         pairs = [
             " and ".join(
@@ -165,7 +161,7 @@ def fig10() -> Iterator[str]:
 
 def table2() -> Iterator[str]:
     found = figures("table2")
-    policies = ("thunderagent", "breakeven", "oracle")
+    policies = ("thunderagent", "breakeven")
     for name, title in (
         ("mini-swe-agent", "mini-SWE-agent, an hour of a loop"),
         ("openhands", "OpenHands, an hour of a loop"),
@@ -183,7 +179,10 @@ def table2() -> Iterator[str]:
         first, *others = (cell(closed[policy]["ratio"]) for policy in policies)
         yield f"| {title} | {first} | {shipped}| {' | '.join(others)} | {ratio} |"
         first, *others = (cell(batch[policy]["ratio"]) for policy in policies)
-        yield f"a batch to its end | {first} | | {' | '.join(others)} | |"
+        shipped_batch = by_policy(figures(f"table2-released-{name}-batch")[name]["batch"])
+        assert shipped_batch["sticky"]["turns_per_min"] == batch["sticky"]["turns_per_min"]
+        shipped = cell(shipped_batch["thunderagent-released"]["ratio"])
+        yield f"a batch to its end | {first} | {shipped} | {' | '.join(others)} | |"
     loops = [by_policy(found[name]["closed"]) for name in found]
     loops[0] |= {"thunderagent-released": alone["thunderagent-released"]}
     loops[1] |= {"thunderagent-released": {"turns_per_min": parts["thunderagent-released"]["turns_per_min"]}}
@@ -246,6 +245,11 @@ def fig6b() -> Iterator[str]:
 
     yield f"7 s reaches {percent('thunderagent:half_life_s=7.273')} of the limit"
     yield f"the default x = 2 {percent('thunderagent:half_life_s=1')}, `breakeven` {100 * mean(of['breakeven']):.0f} %"
+    shipped = {row["policy"].partition("=")[2] or "5": row for row in figures("fig6b-released")["rows"]}
+    parts = [f"{100 * mean(shipped[delta_s]['limit_ratio']):.0f}" for delta_s in ("1", "5", "10", "20")]
+    yield "shipped order reaches {}, {}, {} and {} % with a Δt of 1, 5, 10 and 20 s".format(*parts)
+    turns = [mean(row["turns_per_min"]) for row in shipped.values()]
+    yield f"Shipped order: {span(turns, 0)} turns a minute"
 
 
 def fig7b() -> Iterator[str]:
@@ -540,6 +544,12 @@ def plugin() -> Iterator[str]:
             ]
             ratios.append("{} ({})".format(*both))
         yield f"| {arm} | {' | '.join(ratios)} |"
+    (default,) = json.loads((RESULTS / "plugin-mars-default.json").read_text())["runs"]
+    assert (default["vllm"]["gpu"], default["vllm"]["regime"]) == ("h100", "263k")
+    seconds = ", ".join(
+        "{:.0f} ({:.0f})".format(*(default[where][each] for where in ("vllm", "simulated"))) for each in percentiles
+    )
+    yield f"`breakeven` on stock vLLM, H100 at 263k alone: {seconds}"
     apart = {
         arm: max(
             abs(of[gpu, regime, arm]["vllm"]["mean_s"] / of[gpu, regime, arm]["simulated"]["mean_s"] - 1)
