@@ -260,9 +260,12 @@ def fig7b() -> Iterator[str]:
 
     named = {1: "1 of 4 for prefill", 2: "2 of 4", 3: "3 of 4"}
     splits = ", ".join(f"{name} {by_load(split, 'turns_per_min')}" for split, name in named.items())
-    ended = [f"{mean(of[48, split]['programs_per_hour']):.0f}" for split in range(4)]
-    hourly = f"with 48 programs an hour {ended[0]}, and {', '.join(ended[1:])}"
-    yield f"four nodes that do both {by_load(0, 'turns_per_min')}; {splits}; {hourly}"
+    yield f"four nodes that do both {by_load(0, 'turns_per_min')}; {splits}: shown"
+    beside = by_policy(figures("fig7b-policies-48")["rows"], 48)
+    told = [f"{mean(row['turns_per_min']):.0f} and {mean(row['programs_per_hour']):.0f}" for row in beside.values()]
+    assert [*beside] == ["sticky", "thunderagent", "thunderagent-released", "breakeven"]
+    shown = "with 48 `sticky` {} turns and programs an hour, `thunderagent` {}, released {}, `breakeven` {}"
+    yield shown.format(*told)
 
 
 def oracle() -> Iterator[str]:
@@ -340,15 +343,30 @@ def orbit() -> Iterator[str]:
 
 
 def orbit_front() -> Iterator[str]:
-    found = {(each["policy"], each["figure"]): each for each in figures("orbit-front")["found"]}
-    for policy, shown, digits in (
-        ("breakeven", "{} for `breakeven` (wrong ones {})", 1),
-        ("breakeven, STEP", "{} with STEP", 2),
-        ("breakeven, JUDGE", "{} with JUDGE", 2),
-    ):
-        right, wrong = (found[policy, f"latency of {what} tasks / FCFS"] for what in ("right", "wrong"))
-        wide = f"{right['mean']:.{digits}f} ± {right['half_width']:.{digits}f}"
-        yield shown.format(wide, f"{wrong['mean']:.2f} ± {wrong['half_width']:.2f}")
+    def found(name: str) -> Callable[[str, str], str]:
+        of = {(each["policy"], each["figure"]): each for each in figures(name)["found"]}
+
+        def shown(policy: str, figure: str) -> str:
+            each = of[policy, figure]
+            if figure == "programs/h":
+                return f"{each['mean']:.0f}"
+            if each["half_width"] == 0:
+                return f"{each['mean']:.0f}"
+            return cell(f"{each['mean']} ± {each['half_width']}")
+
+        return shown
+
+    right, wrong = (f"latency of {what} tasks / FCFS" for what in ("right", "wrong"))
+    policies = ("breakeven", "breakeven, STEP", "breakeven, JUDGE")
+    of = found("orbit-front")
+    ratios, ended = ([of(policy, figure) for policy in policies] for figure in (right, "programs/h"))
+    yield "÷ FCFS's {} for `breakeven`, {} with STEP, {} with JUDGE".format(*ratios)
+    yield "{}, {} and {} programs an hour".format(*ended)
+    of = found("orbit-front-short")
+    ratios = [of(policy, right) for policy in policies]
+    yield f"{ratios[0]} (wrong ones {of('breakeven', wrong)}), {ratios[1]} and {ratios[2]}"
+    ended = [of(policy, "programs/h") for policy in ("FCFS", *policies)]
+    yield "{} programs an hour under FCFS, then {}, {} and {}".format(*ended)
 
 
 REGIMES = ("125k", "167k", "220k", "263k")
@@ -544,12 +562,12 @@ def plugin() -> Iterator[str]:
             ]
             ratios.append("{} ({})".format(*both))
         yield f"| {arm} | {' | '.join(ratios)} |"
-    (default,) = json.loads((RESULTS / "plugin-mars-default.json").read_text())["runs"]
-    assert (default["vllm"]["gpu"], default["vllm"]["regime"]) == ("h100", "263k")
-    seconds = ", ".join(
-        "{:.0f} ({:.0f})".format(*(default[where][each] for where in ("vllm", "simulated"))) for each in percentiles
-    )
-    yield f"`breakeven` on stock vLLM, H100 at 263k alone: {seconds}"
+    for run in json.loads((RESULTS / "plugin-mars-default.json").read_text())["runs"]:
+        of[run["vllm"]["gpu"], run["vllm"]["regime"], "breakeven"] = run
+    regimes = [regime for regime in reversed(REGIMES) if ("h100", regime, "breakeven") in of]
+    means = [f"{of['h100', regime, 'breakeven']['vllm']['mean_s']:.0f}" for regime in regimes]
+    best = [f"{min(of['h100', regime, arm]['vllm']['mean_s'] for arm in baselines):.0f}" for regime in regimes]
+    yield f"`breakeven` on stock vLLM and the H100: mean {', '.join(means)} ({', '.join(regimes)}), the best baseline {', '.join(best)}"
     apart = {
         arm: max(
             abs(of[gpu, regime, arm]["vllm"]["mean_s"] / of[gpu, regime, arm]["simulated"]["mean_s"] - 1)
