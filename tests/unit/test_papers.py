@@ -162,6 +162,7 @@ def fig10() -> Iterator[str]:
 def table2() -> Iterator[str]:
     found = figures("table2")
     policies = ("thunderagent", "breakeven")
+    released = {"mini-swe-agent": "table2-released", "openhands": "table2-released-openhands-closed"}
     for name, title in (
         ("mini-swe-agent", "mini-SWE-agent, an hour of a loop"),
         ("openhands", "OpenHands, an hour of a loop"),
@@ -169,13 +170,9 @@ def table2() -> Iterator[str]:
         closed, batch = by_policy(found[name]["closed"]), by_policy(found[name]["batch"])
         paper = found[name]["paper"]
         ratio = f"{paper['thunderagent_per_min'] / paper['gateway_per_min']:.2f}"
-        alone = by_policy(figures("table2-released")["mini-swe-agent"]["closed"])
+        alone = by_policy(figures(released[name])[name]["closed"])
+        assert alone["sticky"]["turns_per_min"] == closed["sticky"]["turns_per_min"]
         shipped = f"{cell(alone['thunderagent-released']['ratio'])} "
-        if name == "openhands":
-            parts = figures("fig6a")["parts"]  # of the same loop
-            assert mean(parts["thunderagent"]["turns_per_min"]) == mean(closed["thunderagent"]["turns_per_min"])
-            gain = mean(parts["thunderagent-released"]["turns_per_min"]) / mean(closed["sticky"]["turns_per_min"])
-            shipped = f"{gain:.2f} "
         first, *others = (cell(closed[policy]["ratio"]) for policy in policies)
         yield f"| {title} | {first} | {shipped}| {' | '.join(others)} | {ratio} |"
         first, *others = (cell(batch[policy]["ratio"]) for policy in policies)
@@ -184,8 +181,8 @@ def table2() -> Iterator[str]:
         shipped = cell(shipped_batch["thunderagent-released"]["ratio"])
         yield f"a batch to its end | {first} | {shipped} | {' | '.join(others)} | |"
     loops = [by_policy(found[name]["closed"]) for name in found]
-    loops[0] |= {"thunderagent-released": alone["thunderagent-released"]}
-    loops[1] |= {"thunderagent-released": {"turns_per_min": parts["thunderagent-released"]["turns_per_min"]}}
+    for loop, (name, file) in zip(loops, released.items(), strict=True):
+        loop["thunderagent-released"] = by_policy(figures(file)[name]["closed"])["thunderagent-released"]
     policies = ("sticky", "thunderagent", "thunderagent-released", "breakeven")
     theirs = [each for name in found for each in found[name]["paper"].values()]
     for shown, figure in (
@@ -193,11 +190,8 @@ def table2() -> Iterator[str]:
         ("Programs an hour", "programs_per_hour"),
         ("Mean seconds of a program", "program_mean_s"),
     ):
-        cells = [
-            ", ".join(f"{mean(loop[policy][figure]):,.0f}" if figure in loop[policy] else "" for loop in loops)
-            for policy in policies
-        ]
-        yield f"| {shown} | {' | '.join(each.strip() for each in cells)} |"
+        cells = [", ".join(f"{mean(loop[policy][figure]):,.0f}" for loop in loops) for policy in policies]
+        yield f"| {shown} | {' | '.join(cells)} |"
     yield f"{100 * mean(loops[1]['sticky']['limit_ratio']):.0f} % of the limit"
 
 
