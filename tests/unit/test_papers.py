@@ -151,9 +151,7 @@ def fig10() -> Iterator[str]:
     yield "`continuum` has {}, {}, {} and {}".format(*(f"{mean(each['turn_mean_s']):.0f}" for each in theirs))
     for title in (title for title in older if title[0] in "abde"):
         pairs = [
-            " and ".join(
-                f"{mean(by_policy(older[title]['rows'], load)[policy]['turn_mean_s']):.0f}" for load in (24, 96)
-            )
+            "/".join(f"{mean(by_policy(older[title]['rows'], load)[policy]['turn_mean_s']):.0f}" for load in (24, 96))
             for policy in ("passthrough", "thunderagent", "breakeven")
         ]
         yield f"{title[0]} {', '.join(pairs)}"
@@ -251,9 +249,9 @@ def fig7b() -> Iterator[str]:
     both, split = (", ".join(f"{each:.0f}" for each in turns) for turns in (whole_nodes, best))
     yield f"four nodes that do both {both}; with 1, 2 or 3 for prefill at best {split}"
     beside = by_policy(figures("fig7b-policies-48")["rows"], 48)
-    told = [f"{mean(row['turns_per_min']):.0f} and {mean(row['programs_per_hour']):.0f}" for row in beside.values()]
+    told = [f"{mean(row['turns_per_min']):.0f}/{mean(row['programs_per_hour']):.0f}" for row in beside.values()]
     assert [*beside] == ["sticky", "thunderagent", "thunderagent-released", "breakeven"]
-    shown = "With 48 `sticky` {} turns and programs an hour, `thunderagent` {}, released {}, `breakeven` {}"
+    shown = "With 48, programs an hour beside: `sticky` {}, `thunderagent` {}, released {}, `breakeven` {}"
     yield shown.format(*told)
 
 
@@ -289,8 +287,21 @@ def companions() -> Iterator[str]:
     yield f"in two of four: {all_of('continuum', 'throughput_ratio')} |"
     yield f"{all_of('concur', 'hit_ratio', 100, 0)} % against {all_of('fcfs', 'hit_ratio', 100, 0)} %"
     yield f"faster in two of four: {all_of('concur', 'throughput_ratio')}"
-    turns, times = (all_of("breakeven", figure) for figure in ("throughput_ratio", "latency_ratio"))
-    yield f"turns a minute of `breakeven` {turns}, mean time of a program {times}"
+    beside = figures("companions-beside")
+    newer = [{row["policy"]: row for row in beside[title]} for title in figures("companions") if title in beside]
+    assert all(
+        new["fcfs"]["turns_per_min"] == old["fcfs"]["turns_per_min"] for new, old in zip(newer, rows, strict=False)
+    )
+
+    def of_newer(policy: str, figure: str, digits: int = 2) -> str:
+        return "/".join(f"{mean(each[policy][figure]):.{digits}f}" for each in newer)
+
+    shipped, default = "thunderagent-released", "breakeven"
+    turns, times = ([of_newer(each, f"{of}_ratio") for each in (shipped, default)] for of in ("throughput", "latency"))
+    ended = [of_newer(each, "programs_ended", 0) for each in (shipped, default, "fcfs")]
+    yield "turns a minute of the shipped order {}, of `breakeven` {}".format(*turns)
+    yield "mean time of a program {} and {}".format(*times)
+    yield "programs that end {}, {}, under `fcfs` {}".format(*ended)
 
 
 def orbit() -> Iterator[str]:
@@ -397,11 +408,10 @@ def mars() -> Iterator[str]:
     for alpha in (2, 3):
         assert all(max(PUBLISHED, key=lambda each: goodput(at, each, alpha)) == "infercept" for at in REGIMES)
         gains = [goodput(at, "mars", alpha) / goodput(at, "infercept", alpha) for at in REGIMES]
-        first, *others = (f"{each:.2f}" for each in gains)
-        yield f"within {alpha}: {first}{' at ILR-1, then' if alpha == 3 else ','} {', '.join(others)}"
+        yield f"within {alpha}: {'/'.join(f'{each:.2f}' for each in gains)}"
     assert max(goodput(at, policy, 1) for at in REGIMES for policy in ("mars", "breakeven", *PUBLISHED)) < 0.001
     default = [goodput(at, "breakeven", 3) / goodput(at, "infercept", 3) for at in REGIMES]
-    yield f"`breakeven` within 3: {', '.join(f'{each:.2f}' for each in default)}"
+    yield f"`breakeven` within 3: {'/'.join(f'{each:.2f}' for each in default)}"
     kept = [100 * goodput(regime, "infercept", 3) for regime in REGIMES]
     hourly = [
         [
@@ -543,11 +553,14 @@ def plugin() -> Iterator[str]:
         yield f"| {arm} | {' | '.join(ratios)} |"
     for run in json.loads((RESULTS / "plugin-mars-default.json").read_text())["runs"]:
         of[run["vllm"]["gpu"], run["vllm"]["regime"], "breakeven"] = run
-    regimes = [regime for regime in reversed(REGIMES) if ("h100", regime, "breakeven") in of]
-    means = [f"{of['h100', regime, 'breakeven']['vllm']['mean_s']:.0f}" for regime in regimes]
-    best = [f"{min(of['h100', regime, arm]['vllm']['mean_s'] for arm in baselines):.0f}" for regime in regimes]
-    shown = "`breakeven` on stock vLLM and the H100: mean {} ({}), the best baseline {}"
-    yield shown.format(", ".join(means), ", ".join(regimes), ", ".join(best))
+
+    def means(gpu: str, *arms: str) -> str:
+        done = [regime for regime in reversed(REGIMES) if (gpu, regime, "breakeven") in of]
+        return "/".join(f"{min(of[gpu, regime, arm]['vllm']['mean_s'] for arm in arms):.0f}" for regime in done)
+
+    yield f"a mean of {means('h100', 'breakeven')} seconds at 263k/220k/167k/125k, the best baseline"
+    yield f"{means('h100', *baselines)}; on the H200 {means('h200', 'breakeven')}"
+    yield f"{means('h200', *baselines)}."
     apart = {
         arm: max(
             abs(of[gpu, regime, arm]["vllm"]["mean_s"] / of[gpu, regime, arm]["simulated"]["mean_s"] - 1)
