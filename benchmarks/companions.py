@@ -25,6 +25,9 @@ CONTESTANTS = (
     *(BASELINE, "autellix", DISCARD_ALL, PRESERVE_ALL, "infercept", "continuum-fixed", "continuum"),
     *("concur", "thunderagent", "thunderagent-released", "breakeven"),
 )
+BESIDE = (BASELINE, "thunderagent-released", "breakeven")
+"""Those that are not the companions', to be made alone."""
+
 BLOCK_SIZE = 64
 """Tokens; contexts are long, and a run takes a third of the time of one with blocks of 16."""
 
@@ -54,17 +57,20 @@ def companions(runner: Runner, console: Console) -> dict[str, Any]:
     """Compare the policies in four settings: turns per minute, time of a program, prefix hits, the five costs."""
     figures: dict[str, Any] = {}
     results = {}
+    contestants = BESIDE if runner.only else CONTESTANTS
     for case in CASES:
         scenario = scenario_of(case.profile, minutes=case.minutes, warmup_minutes=case.warmup_minutes, loop=case.loop)
         scenario = replace(scenario, engine=replace(scenario.engine, block_size=BLOCK_SIZE))
         result = runner.compare(
-            case.title, scenario, workload(case.workload), CONTESTANTS, [case.programs_count], keep_samples=False
+            case.title, scenario, workload(case.workload), contestants, [case.programs_count], keep_samples=False
         )
         results[case.title] = result
         rows = rows_of(result)
         console.print(table(case.title, rows))
         figures[case.title] = rows
-    save_plot("papers-companions", _plot(results))
+        runner.keep(figures)
+    if not runner.only:
+        save_plot("papers-companions", _plot(results))
     return figures
 
 

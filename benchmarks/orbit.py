@@ -15,7 +15,7 @@ and questions are asked only about tasks that have not ended.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -48,9 +48,22 @@ FAIL_COUNT = 10
 """K_fail of the paper, for a verdict at each step; it is divided by the steps between two verdicts."""
 
 BATCH_COUNT = 16
-BLOCK_TOKENS = 256
 HORIZON_S = 100_000.0
-PROFILE = "gpt-oss-120b-a100x4"
+
+
+@dataclass(frozen=True)
+class Place:
+    """An engine and its tasks."""
+
+    profile: str
+    workload: str
+    block_tokens: int
+
+
+PAPERS = Place("gpt-oss-120b-a100x4", "gaia-orbit", 256)
+SHORT = Place("qwen3-14b-h100", "gaia-magentic-one", 64)
+"""Not the paper's: tasks are longer, and memory is short."""
+
 PAPER_S = {"FCFS": (901.2, 2439.5, 1703.5), "STEP": (800.6, 2635.1, 1750.6), "JUDGE": (862.4, 2686.9, 1837.8)}
 """Table 1: mean latency of right, of wrong and of all tasks, in seconds."""
 
@@ -129,14 +142,22 @@ def orbit(runner: Runner, console: Console) -> dict[str, Any]:
 
 
 def orbit_front(runner: Runner, console: Console) -> dict[str, Any]:
-    """Order turns in front of the engine, too: the default policy, with its own order and with ORBIT's."""
-    return _compared("papers-orbit-front", runner, console, {"FCFS": IN_THE_ENGINE["FCFS"]} | IN_FRONT_OF_IT)
+    """Order turns in front of the engine, too: the default policy, with its own order and with ORBIT's.
+
+    In the paper's setting, or in one whose memory is short.
+    """
+    contestants = {"FCFS": IN_THE_ENGINE["FCFS"]} | IN_FRONT_OF_IT
+    if runner.only == "short":
+        return _compared("papers-orbit-front-short", runner, console, contestants, SHORT)
+    return _compared("papers-orbit-front", runner, console, contestants)
 
 
-def _compared(name: str, runner: Runner, console: Console, contestants: Contestants) -> dict[str, Any]:
-    runs = {name: _runs_of(runner, name, *contestant) for name, contestant in contestants.items()}
-    found = [each for policy in runs for each in _findings(policy, runs)]
-    console.print(table(PROFILE, found))
+def _compared(
+    name: str, runner: Runner, console: Console, contestants: Contestants, place: Place = PAPERS
+) -> dict[str, Any]:
+    runs = {name: _runs_of(runner, name, place, *contestant) for name, contestant in contestants.items()}
+    found = [each for policy in runs for each in _findings(place, policy, runs)]
+    console.print(table(place.profile, found))
     recalls = {
         policy: {what: recall_by_step([run.result for run in runs[policy]], OUTCOMES[what]) for what in (RIGHT, WRONG)}
         for policy, (_, judge) in contestants.items()
@@ -150,11 +171,11 @@ def _compared(name: str, runner: Runner, console: Console, contestants: Contesta
     }
 
 
-def _runs_of(runner: Runner, name: str, policy: str, judge: JudgeModel | None) -> Sequence[Run]:
-    programs = workload("gaia-orbit")
+def _runs_of(runner: Runner, name: str, place: Place, policy: str, judge: JudgeModel | None) -> Sequence[Run]:
+    programs = workload(place.workload)
     assert programs.programs_count is not None
-    scenario = scenario_of(PROFILE, minutes=HORIZON_S / 60, loop="open")
-    engine = replace(scenario.engine, max_num_seqs=BATCH_COUNT, block_size=BLOCK_TOKENS)
+    scenario = scenario_of(place.profile, minutes=HORIZON_S / 60, loop="open")
+    engine = replace(scenario.engine, max_num_seqs=BATCH_COUNT, block_size=place.block_tokens)
     fail_count = FAIL_COUNT if judge is None else max(1, round(FAIL_COUNT / judge.every_turns_count))
     scheduler = replace(scenario.scheduler, judge_fail_count=fail_count)
     scenario = replace(scenario, engine=engine, sample_interval_s=60.0, judge=judge, scheduler=scheduler)
@@ -162,21 +183,22 @@ def _runs_of(runner: Runner, name: str, policy: str, judge: JudgeModel | None) -
     return result.runs_of(policy, programs.programs_count)
 
 
-def _findings(policy: str, all_runs: Mapping[str, Sequence[Run]]) -> Iterator[Finding]:
+def _findings(place: Place, policy: str, all_runs: Mapping[str, Sequence[Run]]) -> Iterator[Finding]:
     runs, fcfs = all_runs[policy], all_runs["FCFS"]
     for what, outcome in OUTCOMES.items():
         pick = latency_s(outcome)
-        yield Finding(PROFILE, policy, f"latency of {what} tasks (s)", mean_of(runs, pick))
+        yield Finding(place.profile, policy, f"latency of {what} tasks (s)", mean_of(runs, pick))
         if policy != "FCFS":
-            yield Finding(PROFILE, policy, f"latency of {what} tasks / FCFS", ratio_of(runs, fcfs, pick))
+            yield Finding(place.profile, policy, f"latency of {what} tasks / FCFS", ratio_of(runs, fcfs, pick))
     for percent in PERCENTS:
         pick = latency_s(OUTCOMES[RIGHT], percent)
-        yield Finding(PROFILE, policy, f"P{percent} of {RIGHT} tasks (s)", mean_of(runs, pick))
-    yield Finding(PROFILE, policy, QUEUEING, mean_of(runs, first_token_s))
+        yield Finding(place.profile, policy, f"P{percent} of {RIGHT} tasks (s)", mean_of(runs, pick))
+    yield Finding(place.profile, policy, QUEUEING, mean_of(runs, first_token_s))
     if policy != "FCFS":
-        yield Finding(PROFILE, policy, f"{QUEUEING} / FCFS", ratio_of(runs, fcfs, first_token_s))
-    yield Finding(PROFILE, policy, "prompt tokens cached", mean_of(runs, lambda each: each.hit_ratio))
-    yield Finding(PROFILE, policy, "questions to the judge", mean_of(runs, questions_count))
+        yield Finding(place.profile, policy, f"{QUEUEING} / FCFS", ratio_of(runs, fcfs, first_token_s))
+    yield Finding(place.profile, policy, "programs/h", mean_of(runs, lambda each: each.programs_per_hour_count))
+    yield Finding(place.profile, policy, "prompt tokens cached", mean_of(runs, lambda each: each.hit_ratio))
+    yield Finding(place.profile, policy, "questions to the judge", mean_of(runs, questions_count))
 
 
 def _plot(found: Sequence[Finding], recalls: Mapping[str, Mapping[str, Sequence[tuple[int, float, int]]]]) -> Figure:

@@ -2,17 +2,19 @@
 
     scripts/bench papers fig4       # ThunderAgent, Fig. 1, 4, 5, 10: one engine, nine settings: turns/min, hits, time
     scripts/bench papers fig4-last  # the same on 8 bits at the last load, with Continuum and the released code
-    scripts/bench papers fig4-rivals  # and on the other settings
+    scripts/bench papers fig4-rivals  # and on the other settings; with --only fe in some
     scripts/bench papers fig4-released  # and with the released code alone
     scripts/bench papers fig2a      # Fig. 2a: how far two replicas drift apart in 90 minutes
     scripts/bench papers fig6a      # Fig. 6a: the parts of a turn's latency, and the waits for sandboxes
-    scripts/bench papers fig6b      # Fig. 6b: time between checks, and decay
-    scripts/bench papers fig7b      # Fig. 7b: nodes that only prefill or only decode, beside nodes that do both
+    scripts/bench papers fig6b      # Fig. 6b: time between checks, and decay; --only released: of what they ship
+    scripts/bench papers fig7b      # Fig. 7b: nodes that only prefill or only decode; --only policies, or policies-48
     scripts/bench papers table2     # Table 2: a rollout of 144 programs on two replicas
-    scripts/bench papers table2-released  # the same with what the authors ship, without the oracle
+    scripts/bench papers table2-released  # with what the authors ship; --only batch, or openhands-closed: in parts
     scripts/bench papers orbit      # ORBIT, Table 1 and Fig. 4: latency of tasks, right and wrong; recall by step
-    scripts/bench papers orbit-front  # the same with the default policy in front of the engine
-    scripts/bench papers oracle     # not from a paper: how near the clairvoyant policy comes to the bound L1
+    scripts/bench papers orbit-front  # the same with the default policy in front of the engine; --only short: where
+                                    # memory is short, not the paper's setting
+    scripts/bench papers oracle     # not from a paper: how near the clairvoyant policy comes to the bound L1; --only
+                                    # beside: the released code and the default
     scripts/bench papers mars       # MARS, Fig. 7, 10 and goodput: 20 points, ten policies
     scripts/bench papers mars-orders  # the paper's order of admission beside ours
     scripts/bench papers mars-evictions  # Fig. 3A: evicted blocks over a run
@@ -20,7 +22,8 @@
     scripts/bench papers mars-fig8    # MARS, Fig. 8: GPT-OSS-120B
     scripts/bench papers mars-fig11   # MARS, Fig. 11 and 12: a whole agent framework
     scripts/bench papers mars-fig13   # MARS, Fig. 13: without a component each
-    scripts/bench papers companions # Autellix, InferCept, Continuum and CONCUR beside ours, on our workloads
+    scripts/bench papers companions # Autellix, InferCept, Continuum and CONCUR beside ours, on our workloads; --only
+                                    # beside: those that are not theirs
 
 Each writes its figures to `benchmarks/results/papers-NAME.json` and its plots beside it. Runs are deterministic. The
 paper's values are in the tables below, as far as they were published in words or numbers.
@@ -57,6 +60,8 @@ from thunderagent.simulator.workloads.distributions import workload
 Figures = dict[str, Any]
 
 POLICIES = ("passthrough", "continuum", "thunderagent", "thunderagent-released", "breakeven")
+RIVALS = tuple(policy for policy in POLICIES if policy != "thunderagent")
+"""Beside the runs of `fig4`, in which `thunderagent` makes the same turns to the last digit."""
 
 
 @dataclass(frozen=True)
@@ -117,13 +122,15 @@ def serving(runner: Runner, console: Console) -> Figures:
 
 
 def serving_last(runner: Runner, console: Console) -> Figures:
-    """Simulate the settings on 8 bits at their last load alone, with the authors' rival and their released code."""
-    return _at_last_load(runner, console, [each for each in SETTINGS if each.profile == FP8_KV], POLICIES)
+    """Simulate those on 8 bits, or some of them, at their last load, with the authors' rival and what they ship."""
+    return _at_last_load(
+        runner, console, _named(runner, [each for each in SETTINGS if each.profile == FP8_KV]), POLICIES
+    )
 
 
 def serving_rivals(runner: Runner, console: Console) -> Figures:
     """Simulate the other settings so, or those of them that the command line names."""
-    return _at_last_load(runner, console, _others(runner), POLICIES)
+    return _at_last_load(runner, console, _others(runner), RIVALS)
 
 
 def serving_released(runner: Runner, console: Console) -> Figures:
@@ -132,7 +139,12 @@ def serving_released(runner: Runner, console: Console) -> Figures:
 
 
 def _others(runner: Runner) -> list[Setting]:
-    return [each for each in SETTINGS if each.profile != FP8_KV and each.title[0] in (runner.only or each.title)]
+    return _named(runner, [each for each in SETTINGS if each.profile != FP8_KV])
+
+
+def _named(runner: Runner, settings: Sequence[Setting]) -> list[Setting]:
+    """Return those whose letters the command line names, or all."""
+    return [each for each in settings if each.title[0] in (runner.only or each.title)]
 
 
 def _at_last_load(runner: Runner, console: Console, settings: Sequence[Setting], policies: Sequence[str]) -> Figures:
@@ -140,9 +152,8 @@ def _at_last_load(runner: Runner, console: Console, settings: Sequence[Setting],
     for setting in settings:
         scenario = scenario_of(setting.profile, minutes=60, warmup_minutes=10)
         loads = setting.programs_counts[-1:]
-        result = runner.compare(
-            setting.title, scenario, workload(setting.workload), policies, loads, keep_samples=False
-        )
+        wanted = [each for each in policies if each == policies[0] or each in (runner.policies or policies)]
+        result = runner.compare(setting.title, scenario, workload(setting.workload), wanted, loads, keep_samples=False)
         console.print(table(setting.title, result, f"paper: {setting.paper_ratio} x vLLM"))
         figures[setting.title] = {"paper_ratio": setting.paper_ratio, "rows": rows_of(result)}
         runner.keep(figures)
@@ -249,6 +260,11 @@ PARTS_OF_A_TURN: dict[str, Callable[[RunResult], float]] = {
 def ablation(runner: Runner, console: Console) -> Figures:
     """Simulate one engine with 96 mini-SWE-agent programs: time between checks, and base x of f(t) = x^-t."""
     scenario = scenario_of("glm-4.6-h100x8", minutes=60, warmup_minutes=10)
+    if runner.only == "released":
+        shipped = ("thunderagent-released", *(f"thunderagent-released:delta_s={delta_s}" for delta_s in (1, 10, 20)))
+        result = runner.compare("fig6b", scenario, workload("mini-swe-agent"), shipped, [96], keep_samples=False)
+        console.print(table("Fig. 6b, as its authors ship it", result, "paper: stable over a range"))
+        return {"rows": rows_of(result)}
     by_check = {delta_s: f"thunderagent:delta_s={delta_s}" for delta_s in (1, 2, 5, 10, 20)}
     by_base = {
         base: f"thunderagent:half_life_s={math.log(2) / math.log(base) if base > 1 else math.inf:.4g}"
@@ -310,7 +326,7 @@ def split_roles(runner: Runner, console: Console) -> Figures:
     rows: list[dict[str, Any]] = []
     figures: Figures = {"nodes": SPLIT_NODES_COUNT, "splits": rows}
     for load in SPLIT_LOADS:
-        for split in SPLITS:
+        for split in () if runner.only else SPLITS:
             scenarios = [replace(base, programs_count=load, seed=seed) for seed in runner.seeds]
             runs = [SplitRun(scenario, programs, split).run() for scenario in scenarios]
             of = {name: [pick(run) for run in runs] for name, pick in PARTS_OF_A_SPLIT.items()}
@@ -321,9 +337,11 @@ def split_roles(runner: Runner, console: Console) -> Figures:
             console.print(rows[-1])
             runner.keep(figures)
     contestants = ("sticky", "thunderagent", "thunderagent-released", "breakeven")
-    result = runner.compare("fig7b", base, programs, contestants, SPLIT_LOADS, keep_samples=False)
+    loads = [load for load in SPLIT_LOADS if runner.only in ("", "policies", f"policies-{load}")]
+    result = runner.compare("fig7b", base, programs, contestants, loads, keep_samples=False)
     console.print(table("Fig. 7b, nodes that do both", result, "paper: split nodes thrash earlier"))
-    save_plot("papers-fig7b", _split_plot(rows))
+    if rows:
+        save_plot("papers-fig7b", _split_plot(rows))
     return figures | {"rows": rows_of(result)}
 
 
@@ -347,20 +365,17 @@ def _split_plot(rows: Sequence[dict[str, Any]]) -> Figure:
 # --- Table 2 --------------------------------------------------------------------------------------
 
 
-ROLLOUT_POLICIES = ("sticky", "thunderagent", "thunderagent-released", "breakeven")
-
-
 def rollout(runner: Runner, console: Console) -> Figures:
     """Simulate two replicas with 144 programs: kept at that number for an hour, and as a batch to its end.
 
     OpenHands' sandboxes are prepared by the proxy's plan, ahead; beside it by each program's first tool.
     """
-    return _rollout(runner, console, (*ROLLOUT_POLICIES, "oracle"), late_too=True)
+    return _rollout(runner, console, ("sticky", *POLICIES[2:], "oracle"), late_too=True)
 
 
 def rollout_released(runner: Runner, console: Console) -> Figures:
-    """Simulate it with what the authors ship beside, without the oracle and late sandboxes."""
-    return _rollout(runner, console, ROLLOUT_POLICIES, late_too=False)
+    """Simulate it with what the authors ship alone, without late sandboxes, or parts of it."""
+    return _rollout(runner, console, ("sticky", "thunderagent-released"), late_too=False)
 
 
 def _rollout(runner: Runner, console: Console, contestants: Sequence[str], *, late_too: bool) -> Figures:
@@ -373,6 +388,8 @@ def _rollout(runner: Runner, console: Console, contestants: Sequence[str], *, la
     at_first_tool = replace(SANDBOXES, prepare_at="first_tool")
     for loop, scenario in (("closed", closed), ("batch", batch)):
         for name in ROLLOUT_PAPER:
+            if runner.only not in f"{name}-{loop}":
+                continue
             loaded = {loop: replace(scenario, tools=SANDBOXES) if name == "openhands" else scenario}
             if late_too and name == "openhands":
                 loaded[f"{loop}, at the first tool"] = replace(scenario, tools=at_first_tool)
@@ -391,6 +408,9 @@ def _rollout(runner: Runner, console: Console, contestants: Sequence[str], *, la
 def oracle(runner: Runner, console: Console) -> Figures:
     """Measure how much of the bound L1 the clairvoyant policy reaches as more programs fit in memory together."""
     figures: Figures = {}
+    contestants = ("passthrough", "thunderagent", "oracle")
+    if runner.only == "beside":
+        contestants = ("passthrough", "thunderagent-released", "breakeven")
     for name, profile_name, times, programs in (
         ("mini-swe-agent", "qwen3-14b-h100", 1.0, 32),
         ("mini-swe-agent", "glm-4.6-h100x8", 1.0, 96),
@@ -403,9 +423,10 @@ def oracle(runner: Runner, console: Console) -> Figures:
         scenario = scenario_of("glm-4.6-h100x8", minutes=120, warmup_minutes=40)
         scenario = replace(scenario, engine=replace(scenario.engine, timing=timing, kv_tokens=pool_tokens))
         title = f"{name}, {profile_name}, {pool_tokens:,} tokens"
-        result = runner.compare(title, scenario, workload(name), ("passthrough", "thunderagent", "oracle"), [programs])
+        result = runner.compare(title, scenario, workload(name), contestants, [programs], keep_samples=False)
         console.print(table(title, result, "per cent of L1 are of the very turns that a run finished"))
         figures[title] = rows_of(result)
+        runner.keep(figures)
     return figures
 
 
@@ -513,13 +534,19 @@ def main() -> None:
     parser.add_argument("figure", choices=COMMANDS)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each, each with other programs")
     parser.add_argument(
-        "--only", default="", help="for fig4-rivals: settings, by their letters, into a file of its own"
+        "--only",
+        default="",
+        help="a part, into a file of its own; of fig4-last, fig4-rivals and fig4-released: settings, by their letters",
+    )
+    parser.add_argument(
+        "--policies", default="", help="of fig4-last, fig4-rivals and fig4-released: those beside the first"
     )
     parser.add_argument("--jobs", type=int, help="runs at a time (default: one for each core)")
     args = parser.parse_args()
     console = Console()
     console.width = max(console.width, 150)  # the tables' width
     runner = Runner(seeds_count=args.seeds, jobs_count=args.jobs, console=console, only=args.only)
+    runner.policies = tuple(filter(None, args.policies.split(",")))
 
     def keep(figures: Figures) -> None:
         report = {

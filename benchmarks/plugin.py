@@ -7,6 +7,7 @@
     scripts/bench plugin --claims plugin --first-seed 100    # of one arm
     scripts/bench plugin --steps                             # what a step of the scheduler costs
     scripts/bench plugin --figure mars --seeds 1             # MARS, Fig. 7 and 10, on vLLM's scheduler
+    scripts/bench plugin --figure mars-default --seeds 1     # the default policy beside it, on vLLM's own scheduler
     scripts/bench plugin --figure mars-ablations --seeds 1   # Fig. 13
 
 Each pair runs the same load, by seed, in the same process. The package's `tests/harness.py` says what a step takes. The
@@ -30,7 +31,7 @@ from typing import Any
 from benchmarks.engine_kinds import KINDS
 from benchmarks.machine import describe_code, save_results
 from benchmarks.mars import MARS, MARS_ON_STOCK, REGIMES
-from benchmarks.mars_figures import WITHOUT_CONTROL, WITHOUT_COORDINATOR, WITHOUT_COSCHEDULER, Task, run_one
+from benchmarks.mars_figures import DEFAULT, WITHOUT_CONTROL, WITHOUT_COORDINATOR, WITHOUT_COSCHEDULER, Task, run_one
 from benchmarks.real_engine import ensure_model
 from thunderagent.simulator.figures.intervals import geometric
 
@@ -183,11 +184,12 @@ MarsRun = tuple[str, str, float, str, int, int]
 
 FIGURES: Mapping[str, Sequence[tuple[str, str]]] = {
     "mars": [(gpu, arm) for gpu in ("h100", "h200") for arm in (MARS, *BASELINES)],
+    "mars-default": [(gpu, DEFAULT) for gpu in ("h100", "h200")],
     "mars-ablations": [
         ("h100", arm) for arm in (WITHOUT_COORDINATOR, WITHOUT_CONTROL, WITHOUT_COSCHEDULER, MARS_ON_STOCK)
     ],
 }
-"""GPU and arm: Fig. 7 and 10; and Fig. 13, whose base is `mars` of the former."""
+"""GPU and arm: Fig. 7 and 10, the default beside them; and Fig. 13, whose base is `mars` of the first."""
 
 
 def mars_runs(figure: str, seeds: range, programs_count: int, only: Container[str] | None = None) -> list[MarsRun]:

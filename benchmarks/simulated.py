@@ -67,11 +67,12 @@ class Runner:
     """Runs comparisons with the command line's shared options, and shows their progress.
 
     `in_time` has the rows of each for `goodput_table`; `keep` stores what a figure has so far; `only` names the parts
-    that are wanted of a figure that can be made in parts, empty for all.
+    that are wanted of a figure that can be made in parts, and `policies` those beside the first; empty for all.
     """
 
     def __init__(self, *, seeds_count: int, jobs_count: int | None, console: Console, only: str = "") -> None:
         self.only = only
+        self.policies: tuple[str, ...] = ()
         self.seeds = tuple(range(seeds_count))
         self.jobs_count = jobs_count
         self._console = console

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import NoReturn
 
-REQUIREMENTS = ["torch==2.13.0", "transformers==5.17.0", "pillow>=11", "jinja2>=3.1", "numpy"]
+REQUIREMENTS = ["torch==2.13.0", "transformers==5.24.0", "pillow>=11", "jinja2>=3.1", "numpy"]
 TESTS = ["tests/unit/nova", "tests/real/test_nova.py"]
 
 

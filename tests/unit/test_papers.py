@@ -26,6 +26,18 @@ def figures(name: str) -> Any:
     return json.loads((RESULTS / f"papers-{name}.json").read_text())["figures"]
 
 
+def all_figures(name: str) -> Any:
+    """Return the figures of all results of that name, made in parts: the parts of a setting, too, are of many files."""
+    found: dict[str, Any] = {}
+    for path in sorted(RESULTS.glob(f"papers-{name}*.json")):
+        for title, figure in json.loads(path.read_text())["figures"].items():
+            known = found.setdefault(title, {**figure, "rows": []})
+            known["rows"] += [
+                row for row in figure["rows"] if row["policy"] not in {each["policy"] for each in known["rows"]}
+            ]
+    return found
+
+
 def by_policy(rows: Sequence[Row], programs: int | None = None) -> dict[str, Row]:
     """Return the rows at a load, by default the highest, by policy."""
     most = programs or max(int(row["programs"]) for row in rows)
@@ -58,53 +70,69 @@ def span(values: Sequence[float], digits: int = 2) -> str:
 SETTINGS = {
     "a, 8 bits: mini-SWE-agent, GLM-4.6": "a, KV of 8 bits",
     "b, 8 bits: OpenHands, GLM-4.6": "b, KV of 8 bits",
+    "f, 8 bits: ScienceAgentBench, GLM-4.6": "f, KV of 8 bits",
     "a, 16 bits": "a: mini-SWE-agent, GLM-4.6",
     "b, 16 bits": "b: OpenHands, GLM-4.6",
-    "c: ToolOrchestra HLE, Qwen3-8B": "",
-    "d: mini-SWE-agent, Qwen3-235B": "",
-    "e: OpenHands, Qwen3-235B": "",
-    "f: ScienceAgentBench, GLM-4.6": "",
+    "f, 16 bits": "f: ScienceAgentBench, GLM-4.6",
+    "c: ToolOrchestra HLE, Qwen3-8B": "c: ToolOrchestra HLE, Qwen3-8B",
+    "d: mini-SWE-agent, Qwen3-235B": "d: mini-SWE-agent, Qwen3-235B",
+    "e: OpenHands, Qwen3-235B": "e: OpenHands, Qwen3-235B",
 }
-FIG4_POLICIES = ("continuum", "thunderagent", "thunderagent-released", "breakeven", "oracle")
+FIG4_POLICIES = ("continuum", "thunderagent", "thunderagent-released", "breakeven")
+FIG4_FILES = ("fig4-last", "fig4-rivals", "fig4", "fig4-released")
+"""Of two that have a policy the first counts, which is of newer code."""
+
+
+def fig4_rows() -> dict[str, dict[str, Row]]:
+    """Return the last load's rows by setting and policy, over all files; without a policy they all say the same."""
+    found: dict[str, dict[str, Row]] = {}
+    for each in (figures("fig4"), *(all_figures(name) for name in FIG4_FILES if name != "fig4")):
+        for title, figure in each.items():
+            rows = by_policy(figure["rows"])
+            known = found.setdefault(title, {})
+            if known:
+                assert rows["passthrough"]["turns_per_min"] == known["passthrough"]["turns_per_min"], title
+    for name in reversed(FIG4_FILES):
+        for title, figure in (figures("fig4") if name == "fig4" else all_figures(name)).items():
+            found[title] |= by_policy(figure["rows"])
+    return found
 
 
 def fig4() -> Iterator[str]:
-    older, last, rivals = figures("fig4"), figures("fig4-last"), figures("fig4-rivals")
-    released = {
-        title: rows
-        for path in sorted(RESULTS.glob("papers-fig4-released-*.json"))
-        for title, rows in json.loads(path.read_text())["figures"].items()
-    }
-    for shown, of_file in SETTINGS.items():
-        title = of_file or shown
-        measured = [by_policy(each[title]["rows"]) for each in (last, rivals, older, released) if title in each]
-        of = {policy: each[policy]["ratio"] for each in reversed(measured) for policy in each}
-        cells = [cell(of[policy]) if policy in of else "" for policy in FIG4_POLICIES]
-        paper = next(each[title]["paper_ratio"] for each in (last, older) if title in each)
+    older, of_all = figures("fig4"), fig4_rows()
+    for shown, title in SETTINGS.items():
+        of = of_all[title]
+        cells = [cell(of[policy]["ratio"]) if policy in of else "" for policy in FIG4_POLICIES]
+        paper = (older | all_figures("fig4-last"))[title]["paper_ratio"]
         yield re.sub(r"\s+", " ", f"| {shown} | {' | '.join(cells)} | {paper} |")
-        if "16 bits" not in shown:
-            ended = {policy: each[policy] for each in reversed(measured) for policy in each}
-            cells = [
-                f"{mean(ended[policy]['programs_per_hour']):.0f}, {mean(ended[policy]['program_mean_s']):,.0f}"
-                if policy in ended
-                else ""
-                for policy in ("passthrough", *FIG4_POLICIES[:-1])
-            ]
-            yield re.sub(r"\s+", " ", f"| {shown.partition(':')[0]} | {' | '.join(cells)} |")
-    a, b = (by_policy(last[f"{letter}, KV of 8 bits"]["rows"]) for letter in "ab")
-    gains = [mean(each["thunderagent"]["ratio"]) / mean(each["continuum"]["ratio"]) for each in (a, b)]
-    yield f"Over Continuum on 8 bits {gains[0]:.2f} (a) and {gains[1]:.2f} (b)"
-    c, d = (by_policy(rivals[title]["rows"])["continuum"] for title in rivals if title[0] in "cd")
-    ours = [by_policy(older[title]["rows"])["thunderagent"] for title in older if title[0] in "cd"]
-    gains = [mean(own["ratio"]) / mean(theirs["ratio"]) for own, theirs in zip(ours, (c, d), strict=True)]
-    yield f"else {gains[0]:.2f} (c) and {gains[1]:.2f} (d)"
-    yield f"here {100 * mean(c['hit_ratio']):.0f} against {100 * mean(ours[0]['hit_ratio']):.0f} %"
-    hits = {policy: [100 * mean(each[policy]["hit_ratio"]) for each in (a, b)] for policy in a}
-    yield f"Continuum {hits['continuum'][0]:.0f} (a) and {hits['continuum'][1]:.0f} % (b) on 8 bits"
-    yield f"`thunderagent` {hits['thunderagent'][0]:.0f} and {hits['thunderagent'][1]:.0f} %"
-    coding = [by_policy(older[title]["rows"])["thunderagent"] for title in older if title[0] in "abde"]
-    coding += [each["thunderagent"] for each in (a, b)]
-    yield f"{span([100 * mean(row['hit_ratio']) for row in coding], 0)} %"
+        if "16 bits" in shown:
+            continue
+        cells = [
+            f"{mean(of[policy]['programs_per_hour']):.0f}, {mean(of[policy]['program_mean_s']):,.0f}"
+            for policy in ("passthrough", *FIG4_POLICIES)
+        ]
+        yield f"| {shown.partition(':')[0]} | {' | '.join(cells)} |"
+
+    def over_continuum(*letters: str) -> str:
+        told = []
+        for letter in letters:
+            of = next(rows for title, rows in of_all.items() if title.startswith(letter))
+            told.append(mean(of["thunderagent"]["ratio"]) / mean(of["continuum"]["ratio"]))
+        return ", ".join(f"{each:.2f}" for each in told)
+
+    yield f"8 bits {over_continuum('a, ', 'b, ', 'f, ')} (a, b, f)"
+    yield f"16 bits {over_continuum('a:', 'b:', 'f:')}, else {over_continuum('c:', 'd:', 'e:')} (c, d, e)"
+
+    def hits(policy: str, *titles: str) -> list[float]:
+        return [100 * mean(of_all[title][policy]["hit_ratio"]) for title in titles]
+
+    coding = [title for title in of_all if title[0] in "abde"]
+    yield f"{span(hits('thunderagent', *coding), 0)} %; Continuum {span(hits('continuum', *coding), 0)} %"
+    stochastic = [
+        SETTINGS[shown] for shown in ("c: ToolOrchestra HLE, Qwen3-8B", "f, 8 bits: ScienceAgentBench, GLM-4.6")
+    ]
+    ours, theirs = (hits(policy, *stochastic) for policy in ("thunderagent", "continuum"))
+    yield f"here {theirs[0]:.0f} against {ours[0]:.0f} %, {theirs[1]:.0f} against {ours[1]:.0f} %"
 
 
 E = "OpenHands, Qwen3-235B"
@@ -116,18 +144,14 @@ def fig10() -> Iterator[str]:
         mean(by_policy(older["a: mini-SWE-agent, GLM-4.6"]["rows"], load)["passthrough"]["turn_mean_s"])
         for load in (24, 96)
     ]
-    yield f"a turn takes {grew[1] / grew[0]:.1f} times as long from 24 to 96 programs"
+    yield f"a turn takes {grew[1] / grew[0]:.1f} times as long from 24 to 96: shown"
     fell = [mean(by_policy(older[f"e: {E}"]["rows"], load)["passthrough"]["turns_per_min"]) for load in (24, 48)]
-    yield f"in e turns a minute fall from {fell[0]:.0f} to {fell[1]:.0f} between 24 and 48 programs"
-    last = [by_policy(figures("fig4-last")[f"{letter}, KV of 8 bits"]["rows"]) for letter in "ab"]
-    told = {policy: [f"{mean(each[policy]['turn_mean_s']):.0f}" for each in last] for policy in last[0]}
-    yield "`continuum` has {} (a) and {} (b)".format(*told["continuum"])
-    yield "`thunderagent` {} and {}".format(*told["thunderagent"])
+    yield f"in e turns a minute fall from {fell[0]:.0f} to {fell[1]:.0f} from 24 to 48 programs"
+    theirs = [rows["continuum"] for title, rows in sorted(fig4_rows().items()) if title[:2] in ("a:", "b:", "d:", "e:")]
+    yield "`continuum` has {}, {}, {} and {}".format(*(f"{mean(each['turn_mean_s']):.0f}" for each in theirs))
     for title in (title for title in older if title[0] in "abde"):
         pairs = [
-            " and ".join(
-                f"{mean(by_policy(older[title]['rows'], load)[policy]['turn_mean_s']):.0f}" for load in (24, 96)
-            )
+            "/".join(f"{mean(by_policy(older[title]['rows'], load)[policy]['turn_mean_s']):.0f}" for load in (24, 96))
             for policy in ("passthrough", "thunderagent", "breakeven")
         ]
         yield f"{title[0]} {', '.join(pairs)}"
@@ -135,7 +159,8 @@ def fig10() -> Iterator[str]:
 
 def table2() -> Iterator[str]:
     found = figures("table2")
-    policies = ("thunderagent", "breakeven", "oracle")
+    policies = ("thunderagent", "breakeven")
+    released = {"mini-swe-agent": "table2-released", "openhands": "table2-released-openhands-closed"}
     for name, title in (
         ("mini-swe-agent", "mini-SWE-agent, an hour of a loop"),
         ("openhands", "OpenHands, an hour of a loop"),
@@ -143,33 +168,35 @@ def table2() -> Iterator[str]:
         closed, batch = by_policy(found[name]["closed"]), by_policy(found[name]["batch"])
         paper = found[name]["paper"]
         ratio = f"{paper['thunderagent_per_min'] / paper['gateway_per_min']:.2f}"
-        alone = by_policy(figures("table2-released")["mini-swe-agent"]["closed"])
+        alone = by_policy(figures(released[name])[name]["closed"])
+        assert alone["sticky"]["turns_per_min"] == closed["sticky"]["turns_per_min"]
+        closed |= {policy: alone[policy] for policy in ("breakeven",) if policy in alone}  # of newer code
         shipped = f"{cell(alone['thunderagent-released']['ratio'])} "
-        if name == "openhands":
-            parts = figures("fig6a")["parts"]  # of the same loop
-            assert mean(parts["thunderagent"]["turns_per_min"]) == mean(closed["thunderagent"]["turns_per_min"])
-            gain = mean(parts["thunderagent-released"]["turns_per_min"]) / mean(closed["sticky"]["turns_per_min"])
-            shipped = f"{gain:.2f} "
         first, *others = (cell(closed[policy]["ratio"]) for policy in policies)
         yield f"| {title} | {first} | {shipped}| {' | '.join(others)} | {ratio} |"
         first, *others = (cell(batch[policy]["ratio"]) for policy in policies)
-        yield f"a batch to its end | {first} | | {' | '.join(others)} | |"
-        ended = {policy: row["programs_per_hour"] for policy, row in closed.items()}
-        yield f"{mean(ended['sticky']):.0f}, {whole(ended['thunderagent'])} and {whole(ended['breakeven'])}"
+        shipped_batch = by_policy(figures(f"table2-released-{name}-batch")[name]["batch"])
+        assert shipped_batch["sticky"]["turns_per_min"] == batch["sticky"]["turns_per_min"]
+        shipped = cell(shipped_batch["thunderagent-released"]["ratio"])
+        yield f"a batch to its end | {first} | {shipped} | {' | '.join(others)} | |"
     loops = [by_policy(found[name]["closed"]) for name in found]
-    for policy in ("sticky", "thunderagent"):
-        steps = " and ".join(f"{mean(loop[policy]['turns_per_min']):.0f}" for loop in loops)
-        yield f"`{policy}` {steps}"
+    for loop, (name, file) in zip(loops, released.items(), strict=True):
+        loop.update(by_policy(figures(file)[name]["closed"]))
+    policies = ("sticky", "thunderagent", "thunderagent-released", "breakeven")
+    theirs = [each for name in found for each in found[name]["paper"].values()]
+    for shown, figure in (
+        ("Steps a minute; paper {} and {}, {} and {}".format(*theirs), "turns_per_min"),
+        ("Programs an hour", "programs_per_hour"),
+        ("Mean seconds of a program", "program_mean_s"),
+    ):
+        cells = [", ".join(f"{mean(loop[policy][figure]):,.0f}" for loop in loops) for policy in policies]
+        yield f"| {shown} | {' | '.join(cells)} |"
     yield f"{100 * mean(loops[1]['sticky']['limit_ratio']):.0f} % of the limit"
 
 
 def fig2a() -> Iterator[str]:
     found = figures("fig2a")
-    policies = [
-        policy
-        for policy in ("sticky", "passthrough", "thunderagent", "thunderagent-released", "breakeven")
-        if policy in found["policies"]
-    ]
+    policies = ("sticky", "thunderagent", "thunderagent-released", "breakeven")
     minutes = [found["policies"][policy]["minutes_over_20_percent"] for policy in policies]
     gaps = [100 * found["policies"][policy]["gap_max_ratio"] for policy in policies]
     rows = by_policy(found["rows"])
@@ -207,28 +234,25 @@ def fig6b() -> Iterator[str]:
 
     yield f"7 s reaches {percent('thunderagent:half_life_s=7.273')} of the limit"
     yield f"the default x = 2 {percent('thunderagent:half_life_s=1')}, `breakeven` {100 * mean(of['breakeven']):.0f} %"
+    shipped = {row["policy"].partition("=")[2] or "5": row for row in figures("fig6b-released")["rows"]}
+    parts = [f"{100 * mean(shipped[delta_s]['limit_ratio']):.0f}" for delta_s in ("1", "5", "10", "20")]
+    yield "shipped order reaches {}, {}, {} and {} % with a Δt of 1, 5, 10 and 20 s".format(*parts)
+    turns = [mean(row["turns_per_min"]) for row in shipped.values()]
+    yield f"Shipped order: {span(turns, 0)} turns a minute"
 
 
 def fig7b() -> Iterator[str]:
     of = {(row["programs"], row["prefilling"]): row for row in figures("fig7b")["splits"]}
 
-    def by_load(split: int, figure: str) -> str:
-        return ", ".join(f"{mean(of[load, split][figure]):.0f}" for load in (24, 48, 96))
-
-    named = {1: "1 of 4 for prefill", 2: "2 of 4", 3: "3 of 4"}
-    splits = ", ".join(f"{name} {by_load(split, 'turns_per_min')}" for split, name in named.items())
-    ended = [f"{mean(of[48, split]['programs_per_hour']):.0f}" for split in range(4)]
-    hourly = f"with 48 programs an hour {ended[0]}, and {', '.join(ended[1:])}"
-    yield f"four nodes that do both {by_load(0, 'turns_per_min')}; {splits}; {hourly}"
-
-
-def oracle() -> Iterator[str]:
-    of: dict[str, list[float]] = {}
-    for rows in figures("oracle").values():
-        for row in rows:
-            of.setdefault(row["policy"], []).append(100 * mean(row["limit_ratio"]))
-    yield f"it reaches {span(of['oracle'], 0)} %"
-    yield f"`thunderagent` {span(of['thunderagent'], 0)} %, `passthrough` {span(of['passthrough'], 0)} %"
+    best = [max(mean(of[load, split]["turns_per_min"]) for split in (1, 2, 3)) for load in (24, 48, 96)]
+    whole_nodes = [mean(of[load, 0]["turns_per_min"]) for load in (24, 48, 96)]
+    both, split = (", ".join(f"{each:.0f}" for each in turns) for turns in (whole_nodes, best))
+    yield f"four nodes that do both {both}; with 1, 2 or 3 for prefill at best {split}"
+    beside = by_policy(figures("fig7b-policies-48")["rows"], 48)
+    told = [f"{mean(row['turns_per_min']):.0f}/{mean(row['programs_per_hour']):.0f}" for row in beside.values()]
+    assert [*beside] == ["sticky", "thunderagent", "thunderagent-released", "breakeven"]
+    shown = "With 48, programs an hour beside: `sticky` {}, `thunderagent` {}, released {}, `breakeven` {}"
+    yield shown.format(*told)
 
 
 def tiers() -> Iterator[str]:
@@ -260,12 +284,24 @@ def companions() -> Iterator[str]:
 
     yield f"{all_of('infercept', 'limit_ratio', 100, 0)} % of the limit, against"
     yield f"{all_of('ttl:ttl_s=0', 'limit_ratio', 100, 0)} and {all_of('ttl:ttl_s=inf', 'limit_ratio', 100, 0)} %"
-    fixed = all_of("continuum-fixed", "throughput_ratio")
-    yield f"{all_of('continuum', 'throughput_ratio')}; with a fixed time to live {fixed}"
+    yield f"in two of four: {all_of('continuum', 'throughput_ratio')} |"
     yield f"{all_of('concur', 'hit_ratio', 100, 0)} % against {all_of('fcfs', 'hit_ratio', 100, 0)} %"
     yield f"faster in two of four: {all_of('concur', 'throughput_ratio')}"
-    turns, times = (all_of("breakeven", figure) for figure in ("throughput_ratio", "latency_ratio"))
-    yield f"turns a minute of `breakeven` {turns}, mean time of a program {times}"
+    beside = figures("companions-beside")
+    newer = [{row["policy"]: row for row in beside[title]} for title in figures("companions") if title in beside]
+    assert all(
+        new["fcfs"]["turns_per_min"] == old["fcfs"]["turns_per_min"] for new, old in zip(newer, rows, strict=False)
+    )
+
+    def of_newer(policy: str, figure: str, digits: int = 2) -> str:
+        return "/".join(f"{mean(each[policy][figure]):.{digits}f}" for each in newer)
+
+    shipped, default = "thunderagent-released", "breakeven"
+    turns, times = ([of_newer(each, f"{of}_ratio") for each in (shipped, default)] for of in ("throughput", "latency"))
+    ended = [of_newer(each, "programs_ended", 0) for each in (shipped, default, "fcfs")]
+    yield "turns a minute of the shipped order {}, of `breakeven` {}".format(*turns)
+    yield "mean time of a program {} and {}".format(*times)
+    yield "programs that end {}, {}, under `fcfs` {}".format(*ended)
 
 
 def orbit() -> Iterator[str]:
@@ -297,15 +333,30 @@ def orbit() -> Iterator[str]:
 
 
 def orbit_front() -> Iterator[str]:
-    found = {(each["policy"], each["figure"]): each for each in figures("orbit-front")["found"]}
-    for policy, shown, digits in (
-        ("breakeven", "{} for `breakeven` (wrong ones {})", 1),
-        ("breakeven, STEP", "{} with STEP", 2),
-        ("breakeven, JUDGE", "{} with JUDGE", 2),
-    ):
-        right, wrong = (found[policy, f"latency of {what} tasks / FCFS"] for what in ("right", "wrong"))
-        wide = f"{right['mean']:.{digits}f} ± {right['half_width']:.{digits}f}"
-        yield shown.format(wide, f"{wrong['mean']:.2f} ± {wrong['half_width']:.2f}")
+    def found(name: str) -> Callable[[str, str], str]:
+        of = {(each["policy"], each["figure"]): each for each in figures(name)["found"]}
+
+        def shown(policy: str, figure: str) -> str:
+            each = of[policy, figure]
+            if figure == "programs/h":
+                return f"{each['mean']:.0f}"
+            if each["half_width"] == 0:
+                return f"{each['mean']:.0f}"
+            return cell(f"{each['mean']} ± {each['half_width']}")
+
+        return shown
+
+    right, wrong = (f"latency of {what} tasks / FCFS" for what in ("right", "wrong"))
+    policies = ("breakeven", "breakeven, STEP", "breakeven, JUDGE")
+    of = found("orbit-front")
+    ratios, ended = ([of(policy, figure) for policy in policies] for figure in (right, "programs/h"))
+    yield "÷ FCFS's is {} for `breakeven`, {} with STEP, {} with JUDGE".format(*ratios)
+    yield "{}, {} and {} programs an hour".format(*ended)
+    of = found("orbit-front-short")
+    ratios = [of(policy, right) for policy in policies]
+    yield f"{ratios[0]} (wrong ones {of('breakeven', wrong)}), {ratios[1]} and {ratios[2]}"
+    ended = [of(policy, "programs/h") for policy in ("FCFS", *policies)]
+    yield "{} programs an hour under FCFS, then {}, {} and {}".format(*ended)
 
 
 REGIMES = ("125k", "167k", "220k", "263k")
@@ -357,11 +408,10 @@ def mars() -> Iterator[str]:
     for alpha in (2, 3):
         assert all(max(PUBLISHED, key=lambda each: goodput(at, each, alpha)) == "infercept" for at in REGIMES)
         gains = [goodput(at, "mars", alpha) / goodput(at, "infercept", alpha) for at in REGIMES]
-        first, *others = (f"{each:.2f}" for each in gains)
-        yield f"within {alpha}: {first}{' at ILR-1, then' if alpha == 3 else ','} {', '.join(others)}"
+        yield f"within {alpha}: {'/'.join(f'{each:.2f}' for each in gains)}"
     assert max(goodput(at, policy, 1) for at in REGIMES for policy in ("mars", "breakeven", *PUBLISHED)) < 0.001
     default = [goodput(at, "breakeven", 3) / goodput(at, "infercept", 3) for at in REGIMES]
-    yield f"`breakeven` within 3: {', '.join(f'{each:.2f}' for each in default)}"
+    yield f"`breakeven` within 3: {'/'.join(f'{each:.2f}' for each in default)}"
     kept = [100 * goodput(regime, "infercept", 3) for regime in REGIMES]
     hourly = [
         [
@@ -421,13 +471,24 @@ def mars_evictions() -> Iterator[str]:
     yield f"{of['mars']:.0f} blocks a program, evenly over the run, the baselines {ends} {default}"
 
 
+def hourly(figure: str, place: str, *policies: str) -> str:
+    """Return how many of a run's 200 programs end in an hour, over the newest code's seeds; all but the first named."""
+    runs = [*json.loads((RESULTS / f"papers-mars-{figure}-runs.json").read_text()).values()][-1]["runs"]
+    ended = [
+        fmean(200 * 3600 / runs[f"{place}|{policy}|{seed}"]["simulated_s"] for seed in range(10)) for policy in policies
+    ]
+    names = ["", *(f"{'Continuum' if policy == 'continuum' else f'`{policy}`'} " for policy in policies[1:])]
+    return ", ".join(f"{name}{each:.0f}" for name, each in zip(names, ended, strict=True))
+
+
 def mars_fig8() -> Iterator[str]:
     best = figures("mars-fig8")["best baseline / it"]
     default = best["breakeven"]["mean_s"].partition(",")[0]
     places = [each["best baseline / it"]["mars"] for each in figures("mars-fig8")["places"]]
     least, most = min(places, key=mean), max(places, key=mean)
     low, _, high = default.split()
-    yield f"{least} to {cell(most)} (`breakeven` {low} to {float(high):.1f})"
+    ended = hourly("fig8", "S-ILR3 gpt-oss 2", "breakeven", "mars", "continuum")
+    yield f"{least} to {cell(most)} (`breakeven` {low} to {float(high):.1f}; programs an hour at the heaviest {ended})"
     for percentile in ("p90_s", "p95_s"):
         low, _, high = best["mars"][percentile].partition(",")[0].split()
         yield f"P{percentile[1:3]} {low} to {float(high):.1f}"
@@ -440,7 +501,9 @@ def mars_fig11() -> Iterator[str]:
         for policy, each in found["best baseline / it"].items()
     }
     ours = best["mars"]
-    yield f"mean {ours['mean_s']} (`breakeven` {best['breakeven']['mean_s']}); P90 {ours['p90_s']}, P95 {ours['p95_s']}"
+    ended = hourly("fig11", "263k h200 1.5", "breakeven", "mars", "infercept")
+    yield f"mean {ours['mean_s']} (`breakeven` {best['breakeven']['mean_s']}; programs an hour at 263k {ended}); P90"
+    yield f"P90 {ours['p90_s']}, P95 {ours['p95_s']}"
     tail = {policy: mean(text) for policy, text in found["places"][0]["p90_s"].items()}
     yield f"P90 {tail['mars']:.0f} s, `breakeven` {tail['breakeven']:.0f}, `infercept` {tail['infercept']:.0f}"
     assert {ratio for each in found["places"] for ratio in each["completed_ratio"].values()} == {"1.000 ± 0.000"}
@@ -457,6 +520,8 @@ def mars_fig13() -> Iterator[str]:
     low, high = slower("no control plane")
     yield f"without the control plane {low:.2f} to {high:.1f}"
     yield f"without the co-scheduler {span(slower('no co-scheduler'))}"
+    low, high = slower("breakeven")
+    yield f"`breakeven` {low:.2f} to {high:.1f}."
 
 
 def plugin() -> Iterator[str]:
@@ -486,6 +551,16 @@ def plugin() -> Iterator[str]:
             ]
             ratios.append("{} ({})".format(*both))
         yield f"| {arm} | {' | '.join(ratios)} |"
+    for run in json.loads((RESULTS / "plugin-mars-default.json").read_text())["runs"]:
+        of[run["vllm"]["gpu"], run["vllm"]["regime"], "breakeven"] = run
+
+    def means(gpu: str, *arms: str) -> str:
+        done = [regime for regime in reversed(REGIMES) if (gpu, regime, "breakeven") in of]
+        return "/".join(f"{min(of[gpu, regime, arm]['vllm']['mean_s'] for arm in arms):.0f}" for regime in done)
+
+    yield f"a mean of {means('h100', 'breakeven')} seconds at 263k/220k/167k/125k, the best baseline"
+    yield f"{means('h100', *baselines)}; on the H200 {means('h200', 'breakeven')}"
+    yield f"{means('h200', *baselines)}."
     apart = {
         arm: max(
             abs(of[gpu, regime, arm]["vllm"]["mean_s"] / of[gpu, regime, arm]["simulated"]["mean_s"] - 1)
@@ -559,7 +634,7 @@ def nova() -> Iterator[str]:
 
 
 CLAIMS = (
-    *(fig4, fig10, table2, fig2a, fig6a, fig6b, fig7b, oracle, tiers, agents, companions, orbit, orbit_front),
+    *(fig4, fig10, table2, fig2a, fig6a, fig6b, fig7b, tiers, agents, companions, orbit, orbit_front),
     *(mars, mars_evictions, mars_tails, mars_fig8, mars_fig11, mars_fig13, plugin, nalar, nova),
 )
 
@@ -571,19 +646,86 @@ def test_the_pages_say_what_the_files_say(claims: Callable[[], Iterator[str]]) -
     assert not wrong
 
 
+def rows_after(text: str, heads: str) -> list[list[str]]:
+    """Return the cells of the table under these heads."""
+    rows = text.partition(f"| {heads} |\n")[2].partition("\n\n")[0].splitlines()[1:]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+TABLES = {
+    section.partition("\n")[0]: (section, rows)
+    for section in re.split(r"^## ", TEXT, flags=re.MULTILINE)
+    if (rows := rows_after(section, "In the paper | Ours | The paper | Verdict"))
+}
+"""By paper: its section, and the rows of its figures and tables."""
+
+VERDICTS = r"shown|contradicts|circular|smaller|worse|below|says nothing|as Fig|our load's|read as|no burst|have these"
+NOT_MEASURED = r"nothing to measure|\[`mars`\]|^ours: public traces$"
+
+PUBLISHED_PARTS = {
+    "ThunderAgent": (
+        *("Fig. 1a", "Fig. 1b", "Fig. 1c", "Fig. 2a", "Fig. 2b", "Fig. 2c", "Fig. 3", "Fig. 4", "Fig. 5", "Fig. 6a"),
+        *("Fig. 6b", "Fig. 7a", "Fig. 7b", "Fig. 8", "Fig. 9", "Fig. 10"),
+        *(f"Table {number}" for number in range(1, 6)),
+    ),
+    "MARS": (
+        *("Fig. 1", "Fig. 2", "Fig. 3A", "Fig. 3B", *(f"Fig. {number}" for number in range(4, 14))),
+        *("Table 1", "Algorithm 1"),
+    ),
+    "ORBIT": (*(f"Fig. {number}" for number in range(1, 9)), "Table 1", "Table 2"),
+    "Nalar": (
+        *(*(f"Fig. {number}" for number in range(1, 9)), "Fig. 9a", "Fig. 9b", "Fig. 9c", "Fig. 10"),
+        *(f"Table {number}" for number in range(1, 5)),
+    ),
+    "Nova": (
+        *(f"Fig. {number}" for number in range(1, 17)),
+        *(f"Table {number}" for number in ("I", "II", "III", "IV", "V", "VI")),
+        "Algorithm 1",
+    ),
+}
+"""What a reader of each paper finds in it."""
+
+ROMAN = ("", "I", "II", "III", "IV", "V", "VI")
+
+
+def parts_named(cell: str) -> Iterator[str]:
+    """Return the figures and tables that the first cell of a row names, ranges spelt out."""
+    named = r"(Fig\.|Tables?|Algorithm) ((?:\d+[a-cAB]?|[IVX]+)(?:(?:, | to )(?:\d+[a-cAB]?|[IVX]+)\b)*)"
+    for kind, numbers in re.findall(named, cell):
+        for each in numbers.split(", "):
+            first, _, last = each.partition(" to ")
+            spelt = [first]
+            if last.isdigit():
+                spelt = [str(number) for number in range(int(first), int(last) + 1)]
+            elif last:
+                spelt = list(ROMAN[ROMAN.index(first) : ROMAN.index(last) + 1])
+            yield from (f"{kind.removesuffix('s')} {number}" for number in spelt)
+
+
+@pytest.mark.parametrize("paper", PUBLISHED_PARTS)
+def test_a_reader_of_a_paper_finds_each_of_its_figures_and_tables(paper: str) -> None:
+    """None is left out, none stands twice, and none is made up."""
+    if paper in TABLES:
+        rows = TABLES[paper][1]
+    elif paper == "Nalar":
+        rows = rows_after(READMES[0], "In the paper | Here | The paper, and verdict")
+    else:
+        rows = rows_after(READMES[1], "In the paper | Here | Paper")
+    assert sorted(part for row in rows for part in parts_named(row[0])) == sorted(PUBLISHED_PARTS[paper])
+
+
 def test_each_row_has_a_file_or_says_why_not() -> None:
-    """Its files exist, and they are among those that the section is said to be from."""
-    sections = re.split(r"^## ", TEXT, flags=re.MULTILINE)
-    tables = [
-        (section, row)
-        for section in sections
-        for row in section.partition("| In the paper | Ours | The paper | Verdict |\n")[2]
-        .partition("\n\n")[0]
-        .splitlines()[1:]
-    ]
+    """Its files exist and are among those that the section is said to be from; it has a number of the paper, a verdict.
+
+    What has no file is nothing that can be measured, or went in.
+    """
+    assert {*TABLES} == {"ThunderAgent", "ORBIT", "MARS"}
+    tables = [(section, row) for section, rows in TABLES.values() for row in rows]
     assert len(tables) > 30
     for section, row in tables:
-        first, ours, _theirs, verdict = (cell.strip() for cell in row.strip("|").split("|"))
+        first, ours, theirs, verdict = row
+        assert theirs or re.search(NOT_MEASURED, verdict), first
+        assert re.search(f"{VERDICTS}|{NOT_MEASURED}", verdict), (first, verdict)
         files = re.findall(r"[\w-]+\.json", ours)
         assert (
             files or "not made" in ours or "*input*" in ours or verdict.startswith(("nothing to measure", "[`mars`]"))

@@ -16,7 +16,7 @@ from thunderagent.errors import ConfigurationError
 from thunderagent_nova.codec import Codec
 from thunderagent_nova.config import NovaConfig, static_split
 from thunderagent_nova.engine import Engine, EngineConfig
-from thunderagent_nova.models import UnsupportedModelError, Vlm
+from thunderagent_nova.models import Vlm
 from thunderagent_nova.partition import CorePool, NullPool, PartitionError, Pool, StreamPool, green_pool
 from thunderagent_nova.policy import SplitPolicy, Static, Whole, adaptive_of, paper_like
 from thunderagent_nova.profile import load
@@ -52,7 +52,7 @@ def build(config: NovaConfig) -> tuple[Engine, Codec]:
         )
         pool = _pool_of(config, device)
         split_policy = _split_policy_of(config, pool)
-    except (OSError, ValueError, UnsupportedModelError, PartitionError) as error:
+    except (OSError, ValueError, PartitionError) as error:
         raise ConfigurationError(f"cannot serve {config.model}: {error}") from error
     scheduler = Scheduler(
         config.policy,

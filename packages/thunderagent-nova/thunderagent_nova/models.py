@@ -15,15 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from inspect import signature
+from typing import Any, Final
 
 import torch
+import transformers
 from torch import nn
 from torch.nn import functional
 from transformers import AttentionInterface, AutoModelForImageTextToText
 
 from thunderagent_nova.kv import Rows, Run, SlotCache
 from thunderagent_nova.messages import Image, Prompt
+
+FIRST_VERSION: Final = (5, 17)
+LAST_VERSION: Final = (5, 24)
+"""Of `transformers`, whose models are called in parts here: the versions that this package was tested with."""
 
 _ATTENTION = "nova"
 
@@ -110,7 +116,8 @@ class _GridFamily:
             extra["cu_seqlens"] = functional.pad(frames.cumsum(0, dtype=torch.int32), (1, 0))
         out = self._model.model.get_image_features(pixels, grids.to(device), return_dict=True, **extra)
         sizes = [len(part) for part in out.pooler_output]
-        deep = [torch.split(layer, sizes) for layer in getattr(out, "deepstack_features", None) or ()]
+        layers = getattr(out, "deepstack_features", None) or ()  # by image since 5.18
+        deep = [torch.split(layer, sizes) if isinstance(layer, torch.Tensor) else layer for layer in layers]
         return [Encoded(part, tuple(layer[i] for layer in deep)) for i, part in enumerate(out.pooler_output)]
 
     def positions(self, prompt: Prompt, ids: torch.Tensor, is_image: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -164,6 +171,21 @@ class UnsupportedModelError(ValueError):
     """The model is of no family that is known here."""
 
 
+class UnsupportedVersionError(ValueError):
+    """The version of `transformers` is none that this package was tested with."""
+
+
+def check_version(version: str = transformers.__version__) -> None:
+    """Raise UnsupportedVersionError unless this package was tested with that version of `transformers`."""
+    major, minor, *_ = version.split(".")
+    if not FIRST_VERSION <= (int(major), int(minor)) <= LAST_VERSION:
+        first, last = (".".join(map(str, each)) for each in (FIRST_VERSION, LAST_VERSION))
+        raise UnsupportedVersionError(
+            f"transformers {version}: Nova calls parts of its models and was tested with {first} to {last}; "
+            f"pip install 'transformers>={first},<{LAST_VERSION[0]}.{LAST_VERSION[1] + 1}'"
+        )
+
+
 class Vlm:
     """A model in three stages. Its weights stay where they are."""
 
@@ -175,6 +197,8 @@ class Vlm:
         model.eval().requires_grad_(requires_grad=False)
         self.family = family(model)
         self._language = model.model.language_model
+        named = signature(self._language.forward).parameters
+        self._cache_argument = "cache" if "cache" in named else "past_key_values"  # until 5.23
         self._head = model.lm_head
         self._embed = model.get_input_embeddings()
         self.model = model
@@ -192,7 +216,8 @@ class Vlm:
 
     @classmethod
     def load(cls, path: str, *, device: torch.device, dtype: torch.dtype) -> Vlm:
-        """Load a model from a folder."""
+        """Load a model from a folder. Raises UnsupportedVersionError, UnsupportedModelError, OSError, ValueError."""
+        check_version()
         model = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype, local_files_only=True)
         return cls(model.to(device))
 
@@ -251,8 +276,8 @@ class Vlm:
             inputs_embeds=embeds,
             position_ids=where if self.family.axes == 3 else where[0],
             attention_mask=mask,
-            past_key_values=view,
             use_cache=True,
+            **{self._cache_argument: view},
             **extra,
         )
         return out.last_hidden_state

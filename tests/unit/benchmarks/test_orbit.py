@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.judging import at
-from benchmarks.orbit import IN_FRONT_OF_IT, IN_THE_ENGINE, JUDGE, PROFILE, latency_s, questions_count, recall_by_step
+from benchmarks.orbit import IN_FRONT_OF_IT, IN_THE_ENGINE, JUDGE, PAPERS, latency_s, questions_count, recall_by_step
 from thunderagent.simulator.comparison.contestants import Contestant
 from thunderagent.simulator.engine.records import EngineConfig
 from thunderagent.simulator.engine.timing import profile
@@ -17,7 +17,7 @@ from thunderagent.simulator.workloads.distributions import workload
 
 def test_right_and_wrong_tasks_are_read_apart() -> None:
     """Their latencies give that of all, weighted by their numbers; the judge's questions are counted."""
-    engine = EngineConfig(kv_tokens=4_000_000, block_size=64, max_num_seqs=4, timing=profile(PROFILE))
+    engine = EngineConfig(kv_tokens=4_000_000, block_size=64, max_num_seqs=4, timing=profile(PAPERS.profile))
     scenario = Scenario(engine=engine, loop="open", programs_count=6, horizon_s=50_000, seed=3)
     policy, judge = IN_THE_ENGINE["JUDGE"]
     result = Contestant.parse(policy).run(replace(scenario, judge=judge), workload("gaia-orbit"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +14,14 @@ pytest.importorskip("transformers", reason="what thunderagent-nova needs is not 
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from tests.unit.nova import tiny  # noqa: E402
-from thunderagent_nova.models import UnsupportedModelError, Vlm  # noqa: E402
+from thunderagent_nova.models import (  # noqa: E402
+    FIRST_VERSION,
+    LAST_VERSION,
+    UnsupportedModelError,
+    UnsupportedVersionError,
+    Vlm,
+    check_version,
+)
 
 TOKENS = 12
 
@@ -88,3 +97,18 @@ def test_a_model_of_another_family_is_refused():
     )
     with pytest.raises(UnsupportedModelError, match="llama is none of"):
         Vlm(LlamaForCausalLM(tiny_llama))
+
+
+@pytest.mark.parametrize("version", ["5.16.1", "5.25.0", "5.25.0.dev0", "6.0.0"])
+def test_a_version_of_transformers_that_was_not_tested_is_refused_with_the_remedy(version: str):
+    with pytest.raises(UnsupportedVersionError, match=r"5\.17 to 5\.24; pip install 'transformers>=5\.17,<5\.25'"):
+        check_version(version)
+
+
+def test_the_versions_that_are_taken_are_those_of_the_package_s_requirement():
+    for version in ("5.17.0", "5.18.0", "5.24.3"):
+        check_version(version)
+    project = Path(__file__).parents[3] / "packages" / "thunderagent-nova" / "pyproject.toml"
+    required = tomllib.loads(project.read_text())["project"]["dependencies"]
+    (major, first), (_, last) = FIRST_VERSION, LAST_VERSION
+    assert f"transformers>={major}.{first},<{major}.{last + 1}" in required
