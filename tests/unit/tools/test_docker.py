@@ -16,7 +16,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import docker
 import pytest
@@ -43,12 +43,13 @@ from thunderagent.tools.base import (
 )
 from thunderagent.tools.docker import DockerDriver
 from thunderagent.tools.docker.answers import Listed
-from thunderagent.tools.docker.engine import mapped
+from thunderagent.tools.docker.engine import Engine, mapped
 from thunderagent.tools.docker.images import LEAST_LIMIT_S, Marks, PullLimits, registry_of, stated_limit_s
 from thunderagent.tools.docker.networks import Networks
 from thunderagent.tools.docker.prepare import STOP_GRACE_LABEL
 from thunderagent.tools.docker.reap import reap
 from thunderagent.tools.docker.scripts import FIRST_PROCESS, UNTIL_COMMAND, UNTIL_PORT
+from thunderagent.tools.docker.setups import Setups
 from thunderagent.tools.template import Template
 
 if TYPE_CHECKING:
@@ -609,6 +610,43 @@ def test_an_image_is_of_its_registry(name: str, registry: str) -> None:
 
 
 # --- kept setups, marked images ---------------------------------------------------------------------------------------
+
+
+class KeepingEngine:
+    """An engine whose containers have volumes, and which has a kept setup of an earlier run; it is its own client."""
+
+    def __init__(self) -> None:
+        self.removed: list[str] = []
+
+    async def ask(self, what: Callable[[Any], Any]) -> Any:
+        return what(self)
+
+    def whole(self, what: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        return asyncio.create_task(what)
+
+    def inspect_container(self, _handle: str) -> dict[str, Any]:
+        return {"Image": "sha256:base", "Mounts": [{"Type": "volume"}]}
+
+    def images(self, filters: dict[str, list[str]]) -> list[dict[str, Any]]:
+        assert filters == {"label": [f"{OWNER_LABEL}=me"], "reference": ["thunderagent-kept"]}
+        return [{"RepoTags": ["thunderagent-kept:earlier"]}]
+
+    def remove_image(self, name: str) -> None:
+        self.removed.append(name)
+
+
+async def test_a_setup_that_cannot_be_kept_is_not_tried_again_and_keeps_no_sweep() -> None:
+    """Nothing is swept only while one is being kept, which may just have been made."""
+    engine = KeepingEngine()
+    setups = Setups(cast("Engine", engine), Owner("me", "run"))
+    assert setups.begin("key")
+    assert not setups.begin("key"), "it is being kept"
+    await setups.sweep()
+    assert engine.removed == []
+    await setups.keep("key", "a", 60.0, worked=True)
+    assert (setups.begin("key"), setups.image_of("key")) == (False, "")
+    await setups.sweep()
+    assert engine.removed == ["thunderagent-kept:earlier"]
 
 
 class ImageStore:

@@ -71,7 +71,8 @@ class Setups:
         self._kept: dict[str, _Kept] = {}
         """The most recently used last."""
         self._keeping: set[str] = set()
-        """Those that are being kept, and those that cannot be."""
+        self._refused: set[str] = set()
+        """Those that cannot be kept."""
 
     def image_of(self, key: str) -> str:
         """Return the image with a kept setup; empty if it is not kept."""
@@ -90,7 +91,7 @@ class Setups:
 
     def begin(self, key: str) -> bool:
         """Return whether a setup that begins now is to be kept; then `keep` must follow."""
-        if key in self._keeping or key in self._kept:
+        if key in self._keeping or key in self._kept or key in self._refused:
             return False
         self._keeping.add(key)
         return True
@@ -100,15 +101,13 @@ class Setups:
         try:
             if worked:
                 await self._keep(key, handle, ttl_s)
-            self._keeping.discard(key)
-        except TooMuchError as error:  # it stays among those that cannot be kept
+        except TooMuchError as error:
+            self._refused.add(key)
             _log.warning("sandbox_setup_not_kept", key=key, why=str(error))
         except SandboxError as error:
-            self._keeping.discard(key)
             _log.warning("sandbox_setup_not_kept", key=key, why=error.message)
-        except BaseException:
+        finally:
             self._keeping.discard(key)
-            raise
 
     async def _keep(self, key: str, handle: str, ttl_s: float) -> None:
         started_s = self._clock()
