@@ -11,14 +11,15 @@ answer is replaced by the script's next command. `--engine vllm` starts a real v
 any text; all else then runs on core 0. Each run begins with an empty prefix cache. Arms: `own`: each agent makes and
 sets up a container of its own and removes it; `own-left`: nothing removes it; `prepared`: the proxy prepares it from a
 template with the same setup and removes it; `reused`: the same with `reuse_setup`; `killed`: that proxy gets `kill -9`,
-and the agents, too, once a third of them has ended, and what is left is counted when nothing goes any more. In each arm
-there are `--sandboxes` at a time at most. An agent waits for a place and for the setup itself, which are told apart:
-for one of its own before its first turn, for a prepared one at its first command. An agent of OpenHands runs inside its
-sandbox: it waits before its first turn, and the proxy listens on the engine's bridge; of arms it has only `prepared`
-and `killed`, without kept setups. Disk is what the engine's file system takes beyond its beginning, and the setups that
-the proxy keeps. A program's time has parts: turns that the proxy holds, the engine's queue, its prefill and decoding as
+and the agents, too, once a third of them has ended, and what is left is counted when nothing goes any more; `starts`:
+no agents, but sandboxes of all tasks one at a time, a new one, which runs its setup, and a recycled one in turn. In
+each arm there are `--sandboxes` at a time at most. An agent waits for a place and for the setup itself, which are told
+apart: for one of its own before its first turn, for a prepared one at its first command. An agent of OpenHands runs
+inside its sandbox: it waits before its first turn, and the proxy listens on the engine's bridge; of arms it has only
+`prepared` and `killed`, without kept setups. Disk is what the engine's file system takes beyond its beginning, kept
+setups included. A program's time has parts: turns that the proxy holds, the engine's queue, its prefill and decoding as
 vLLM counts them, tools, the wait for a sandbox, and all else. It needs root, as the tests' own Docker engine does.
-SIGTERM ends it as Ctrl-C does: nothing of it is left.
+SIGTERM ends it as Ctrl-C does: nothing of it is left; killed, it leaves no engine either.
 """
 
 from __future__ import annotations
@@ -64,11 +65,15 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
-ARMS = ("own", "own-left", "prepared", "reused", "killed")
+ARMS = ("own", "own-left", "prepared", "reused", "killed", "starts")
 PREPARED = ("prepared", "reused", "killed")
 ARMS_OF = {"mini-swe-agent": ARMS, "openhands": ("prepared", "killed")}
 """The arms of a kind of agents. OpenHands' sandboxes have mounts, with which no setup is kept."""
 OUTPUT_TOKENS = 48
+STARTS_COUNT = 4
+"""New and recycled sandboxes of each task in the arm `starts`."""
+NEW = "-new"
+"""Ends the name of a task's template without a kept setup, in the arm `starts`."""
 KV_TOKENS = {
     ("mini-swe-agent", "simulated"): 4_000,
     ("mini-swe-agent", "vllm"): 16_000,
@@ -203,15 +208,15 @@ def _text(message: Json) -> str:
 
 
 def config_file(folder: Path, arm: str, *, sandboxes_count: int, agent_kind: str) -> Path:
-    """Write the proxy's configuration: a template for each task."""
+    """Write the proxy's configuration: a template for each task, in the arm `starts` one without a kept setup, too."""
     lines = ['sandboxes = ["docker"]', f"sandbox_max_count = {sandboxes_count}", 'log_format = "json"']
     image, further = BASE_IMAGE, list[str]()
     if agent_kind == "openhands":
         image, further = AGENT_IMAGE, agent_server(ensure_openhands())
-    for task in TASKS:
-        lines += [f"[sandbox_templates.{task.name}]", f'image = "{image}"', f"setup = {json.dumps(task.setup)}"]
-        reuses = arm in ("reused", "killed") and agent_kind == "mini-swe-agent"
-        lines += [*further, f"reuse_setup = {str(reuses).lower()}"]
+    for task, ending in itertools.product(TASKS, ("", NEW) if arm == "starts" else ("",)):
+        lines += [f"[sandbox_templates.{task.name}{ending}]", f'image = "{image}"']
+        reuses = arm in ("reused", "killed", "starts") and agent_kind == "mini-swe-agent" and ending != NEW
+        lines += [f"setup = {json.dumps(task.setup)}", *further, f"reuse_setup = {str(reuses).lower()}"]
         lines += [f"ttl_s = {KILLED_TTL_S}"] if arm == "killed" else []
     path = folder / "proxy.toml"
     path.write_text("\n".join(lines) + "\n")
@@ -269,6 +274,56 @@ async def run_arm(
     elif arm == "own":  # the agents told the engine to stop theirs, which takes ten seconds
         await _gone(engine, images_count, within_s=30.0)
     return figures | {"left": _left(engine, images_count, remove=True)}
+
+
+async def run_starts(options: argparse.Namespace, engine: DockerEngine, engine_url: str) -> Json:
+    """Start sandboxes through the proxy, one at a time: of each task new and recycled ones in turn."""
+    log_path = options.logs / "starts.log"
+    with tempfile.TemporaryDirectory() as name:
+        config = config_file(Path(name), "starts", sandboxes_count=1, agent_kind=options.agent_kind)
+        command = [
+            "serve",
+            "--port",
+            "0",
+            "--backends",
+            engine_url,
+            "--config",
+            str(config),
+            "--docker-url",
+            engine.url,
+        ]
+        async with thunderagent(*command, log_path=log_path) as proxy, aiohttp.ClientSession(proxy.url) as session:
+            for task in TASKS:  # the first of each keeps its setup
+                for template in (task.name, *STARTS_COUNT * (f"{task.name}{NEW}", task.name)):
+                    await _start_one(session, template)
+    prepare_s: dict[str, list[float]] = {"new": [], "recycled": [], "kept": []}
+    for each in _said(log_path, "sandbox_ready"):
+        kind = "recycled" if each["recycled"] else "new" if each["template"].endswith(NEW) else "kept"
+        prepare_s[kind].append(each["prepare_s"])
+    medians = {kind: median(each_s) for kind, each_s in prepare_s.items()}
+    return medians | {f"{kind}_all": each_s for kind, each_s in prepare_s.items()}
+
+
+async def _start_one(session: aiohttp.ClientSession, template: str) -> None:
+    """Have one sandbox made for a program, and release that. Raises RuntimeError if it is not usable."""
+    opened = {"program_id": "starts", "sandboxes": [{"template": template}]}
+    async with session.post("/programs", json=opened, raise_for_status=True):
+        pass
+    stage = ""
+    while stage not in ("ready", "failed"):
+        async with session.get("/programs/starts/sandboxes", raise_for_status=True) as response:
+            (sandbox,) = (await response.json())["sandboxes"]
+        stage = sandbox["stage"]
+        await asyncio.sleep(WATCH_S)
+    if stage == "failed":
+        raise RuntimeError(f"{template}: {sandbox['why']}")
+    async with session.post("/programs/release", json={"program_id": "starts"}, raise_for_status=True):
+        pass
+    left = True
+    while left:
+        await asyncio.sleep(WATCH_S)
+        async with session.get("/sandboxes", raise_for_status=True) as response:
+            left = bool((await response.json())["sandboxes"])
 
 
 async def _gone(engine: DockerEngine, images_count: int, within_s: float = GONE_S) -> float:
@@ -341,30 +396,30 @@ def _left(engine: DockerEngine, images_count: int = 0, *, remove: bool = False) 
 
 
 def _preparations(log_path: Path) -> Json:
-    """Return from the proxy's log what preparations took: the first of each template, and later ones."""
-    first_s: dict[str, float] = {}
-    later_s: list[float] = []
-    kept_bytes = 0
-    for line in log_path.read_text().splitlines():
-        said = json.loads(line) if line.startswith("{") else {}
-        if said.get("event") == "sandbox_setup_kept":
-            kept_bytes += said["size_bytes"]
-        elif said.get("event") == "sandbox_ready":
-            if said["template"] in first_s:
-                later_s.append(said["prepare_s"])
-            else:
-                first_s[said["template"]] = said["prepare_s"]
-    medians = {"first": median(first_s.values()) if first_s else None, "later": median(later_s) if later_s else None}
+    """Return from the proxy's log what preparations took.
+
+    `new` are those that ran their setup, with the keeping of it where it is kept; `recycled` those that a kept one was
+    put into. Both are from the order to a usable sandbox, whose image is there.
+    """
+    prepare_s: dict[str, list[float]] = {"new": [], "recycled": []}
+    for each in _said(log_path, "sandbox_ready"):
+        prepare_s["recycled" if each["recycled"] else "new"].append(each["prepare_s"])
+    medians = {kind: median(each_s) if each_s else None for kind, each_s in prepare_s.items()}
     return {
-        "prepare_s": medians | {"first_all": list(first_s.values()), "later_all": later_s},
-        "kept_bytes": kept_bytes,
+        "prepare_s": medians | {f"{kind}_all": each_s for kind, each_s in prepare_s.items()},
+        "kept_bytes": sum(each["size_bytes"] for each in _said(log_path, "sandbox_setup_kept")),
     }
+
+
+def _said(log_path: Path, event: str) -> list[Json]:
+    """Return all events of a kind in the proxy's log."""
+    lines = [json.loads(line) for line in log_path.read_text().splitlines() if line.startswith("{")]
+    return [each for each in lines if each.get("event") == event]
 
 
 def _figures(
     runs: list[Json], front: ScriptedFront, disk: list[tuple[float, int]], took_s: float, log_path: Path
 ) -> Json:
-    preparations = _preparations(log_path)
     tool_s = sorted(each for run in runs for each in run["tool_s"])
     turn_s = sorted(each for run in runs for each in run["turn_s"])
     return {
@@ -373,8 +428,8 @@ def _figures(
         "steps_per_min": 60 * sum(run["turn_count"] for run in runs) / took_s,
         "hit_ratio": front.cached_tokens / max(1, front.prompt_tokens),
         **{what: _times(sorted(run[what] for run in runs)) for what in ("place_s", "setup_s")},
-        **preparations,
-        "disk_peak_bytes": max(used for _, used in disk) + preparations["kept_bytes"],
+        **_preparations(log_path),
+        "disk_peak_bytes": max(used for _, used in disk),
         "disk": disk[:: max(1, len(disk) // 200)],
         **{
             name: {"mean": fmean(each_s), "median": median(each_s), "p95": each_s[int(0.95 * len(each_s))]}
@@ -411,7 +466,7 @@ def show(results: list[Json]) -> None:
     table = Table(title="Agents in sandboxes")
     for name in (
         *("arm", "policy", "sandboxes", "solved", "programs/h", "steps/min", "hits"),
-        *("waits for a place, mean s (most)", "for its setup, mean s (most)", "to prepare: first, later, s (ratio)"),
+        *("waits for a place, mean s (most)", "for its setup, mean s (most)", "to prepare: new, recycled, s"),
         *("disk at peak, MB", "disk over time", "tool, mean s (p95)", "turn, mean s (p95)", "left"),
     ):
         table.add_column(name, justify="left" if name in ("arm", "policy") else "right")
@@ -421,7 +476,7 @@ def show(results: list[Json]) -> None:
             f"{each['programs_per_hour']:.0f}",
             *(f"{each['steps_per_min']:.1f}", f"{each['hit_ratio']:.2f}"),
             *(f"{each[what]['mean']:.2f} ({each[what]['most']:.1f})" for what in ("place_s", "setup_s")),
-            _preparing(each["prepare_s"]["first"], each["prepare_s"]["later"]),
+            ", ".join("" if (it := each["prepare_s"][kind]) is None else f"{it:.1f}" for kind in ("new", "recycled")),
             f"{each['disk_peak_bytes'] / 1e6:.0f}",
             _curve([used for _, used in each["disk"]]),
             *(f"{each[what]['mean']:.2f} ({each[what]['p95']:.2f})" for what in ("tool_s", "turn_s")),
@@ -446,6 +501,9 @@ def show(results: list[Json]) -> None:
                     f"program, {other} {waited_s[1]:.2f} s: {_times_as_long(*waited_s)}; disk at peak "
                     f"{its['disk_peak_bytes'] / max(each['disk_peak_bytes'], 1):.1f} times as much"
                 )
+        new = by_arm.get((count, policy, "prepared"))
+        if arm == "reused" and new and each["prepare_s"]["recycled_all"]:
+            print(f"{policy}, {count} sandboxes, with agents: {_recycling(each['prepare_s'], new['prepare_s'])}")
 
 
 def _times_as_long(waited_s: float, other_s: float) -> str:
@@ -453,11 +511,14 @@ def _times_as_long(waited_s: float, other_s: float) -> str:
     return f"{other_s / waited_s:.1f} times as long" if waited_s >= 0.01 else "no wait against one"
 
 
-def _preparing(first_s: float | None, later_s: float | None) -> str:
-    """Return how long the first preparation of a task took, the median later one, and their ratio."""
-    if first_s is None or later_s is None:
-        return "" if first_s is None else f"{first_s:.1f}"
-    return f"{first_s:.1f} {later_s:.1f} ({later_s / first_s:.2f})"
+def _recycling(reused_s: Json, prepared_s: Json) -> str:
+    """Compare the start of a recycled sandbox with that of a new one, as the arm `prepared` makes them all."""
+    recycled_s, new_s = reused_s["recycled"], prepared_s["new"]
+    return (
+        f"a recycled sandbox starts in {recycled_s:.2f} s (median of {len(reused_s['recycled_all'])}), "
+        f"a new one, which runs its setup, in {new_s:.2f} s (of {len(prepared_s['new_all'])}): "
+        f"{recycled_s / new_s:.2f} of it"
+    )
 
 
 def _curve(used_bytes: list[int]) -> str:
@@ -529,16 +590,28 @@ async def main() -> None:
         os.sched_setaffinity(0, {0})
     ensure_docker(PACKAGES)
     settings = {k: v for k, v in vars(options).items() if k not in ("logs", "name")}
-    results: list[Json] = []
+    report: Json = {"settings": settings, "results": []}
+    wanted = options.arms.split(",")
     with DockerEngine(disk_bytes=6 * 1024**3) as docker:
         (make_agent_image if options.agent_kind == "openhands" else make_python_image)(docker)
         async with engine_at(options) as engine_url:
-            lists = (options.sandboxes, options.policies, options.arms)
-            for count, policy, arm in itertools.product(*(each.split(",") for each in lists)):
-                results.append(await run_arm(arm, policy, int(count), options, docker, engine_url))
-                print(json.dumps({k: v for k, v in results[-1].items() if k != "disk"}), file=sys.stderr, flush=True)
-                saved = save_results(options.name, {"settings": settings, "results": results})
-    show(results)
+            lists = (
+                options.sandboxes.split(","),
+                options.policies.split(","),
+                [each for each in wanted if each != "starts"],
+            )
+            for count, policy, arm in itertools.product(*lists):
+                result = await run_arm(arm, policy, int(count), options, docker, engine_url)
+                report["results"].append(result)
+                print(json.dumps({k: v for k, v in result.items() if k != "disk"}), file=sys.stderr, flush=True)
+                saved = save_results(options.name, report)
+            if "starts" in wanted:
+                report["starts"] = await run_starts(options, docker, engine_url)
+                saved = save_results(options.name, report)
+    if report["results"]:
+        show(report["results"])
+    if "starts" in wanted:
+        print(f"one at a time, nothing else: {_recycling(report['starts'], report['starts'])}")
     print(saved)
 
 

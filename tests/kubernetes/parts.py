@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from benchmarks.environments import made_once
 from tests.debian import apt_get
 from tests.real import base_image
-from tests.real.agent_packages import environment_of
+from tests.real.agent_packages import ensure_openhands, environment_of
 from tests.real.base_image import BASE_IMAGE, BUILD_IMAGE, make_base_images
 from tests.real.docker_engine import DockerEngine, DockerEngineError, ensure_docker, import_busybox_image
 from tests.real.mini_swe_agent import ensure_mini_swe_agent
@@ -42,6 +42,7 @@ PROXY_IMAGES = ("localhost/thunderagent-test-proxy:1", "localhost/thunderagent-t
 AGENTS: dict[str, Callable[[], Path]] = {
     "mini-swe-agent": ensure_mini_swe_agent,
     "swe-rex": partial(environment_of, "SWE-agent"),
+    "openhands": ensure_openhands,
 }
 """Agents of other makes: each returns the Python of its environment, which the first call installs."""
 DISK_BYTES = 2048 * 1024 * 1024

@@ -1,8 +1,8 @@
-"""Agents' released packages in a pod that the proxy prepared: mini-SWE-agent, and SWE-ReX as SWE-agent uses it."""
+"""Agents' released packages in a pod that the proxy prepared: mini-SWE-agent, SWE-ReX, and OpenHands' agent server."""
 
 from __future__ import annotations
 
-import os
+import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,8 @@ from benchmarks.environments import RealEngineError
 from tests.kubernetes.conftest import until_it_says
 from tests.kubernetes.parts import AGENTS
 from tests.kubernetes.test_sandboxes import serving, until_told
-from tests.real.test_agent_environments import SWE_REX, output_of
+from tests.real.agent_packages import NewerPythonError, agent_server, mounts
+from tests.real.test_agent_environments import OPENHANDS, SWE_REX, output_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,19 +38,22 @@ try:
 except Submitted as submitted:
     assert "poem" in str(submitted.messages), submitted.messages
 """
-SCRIPTS = {"mini-swe-agent": MINI_SWE_AGENT, "swe-rex": SWE_REX}
+SCRIPTS = {"mini-swe-agent": MINI_SWE_AGENT, "swe-rex": SWE_REX, "openhands": OPENHANDS}
+SYSTEM = ("/usr", "/lib", "/lib64")
 
 
-def spec(image: str) -> dict[str, Any]:
-    """Return a template whose image needs nothing: bash and what it needs are this machine's."""
-    shared = [each for each in ("/usr", "/lib", "/lib64") if Path(each).exists()]
+def spec(image: str, agent: str, python: Path) -> dict[str, Any]:
+    """Return a template whose image needs nothing: bash and what it needs are this machine's, as is OpenHands."""
+    further: dict[str, Any] = tomllib.loads(
+        "\n".join(agent_server(python, *SYSTEM, "/etc/ssl")) if agent == "openhands" else mounts(*SYSTEM)
+    )
     return {
         "driver": "kubernetes",
         "image": image,
         "pod_security": "baseline",
-        "mounts": [{"source": os.path.realpath(each), "target": each, "read_only": True} for each in shared],
         "setup": ["echo prepared > /prepared; echo rc=yes > /rc"],
-        "prepare_timeout_s": 180.0,
+        "prepare_timeout_s": 300.0,  # OpenHands' server imports for half a minute, alone on a core
+        **further,
     }
 
 
@@ -62,13 +66,15 @@ async def test_an_agent_lives_in_a_pod_of_its_program(
         pytest.skip("the sandbox has the programs of this machine, so it must be its node")
     try:
         python = AGENTS[agent]()
+    except NewerPythonError as error:
+        pytest.skip(str(error))
     except RealEngineError as error:
         require_real(f"no {agent}: {error}")
     (tmp_path / "moved").mkdir()
     (tmp_path / "moved" / "file").write_text("moved")
     async with serving(namespace, tmp_path / "log") as (proxy, client):
         image = namespace.access.sandbox_image
-        asked = await client.post(f"/programs/{PROGRAM}/sandboxes", json={"spec": spec(image)})
+        asked = await client.post(f"/programs/{PROGRAM}/sandboxes", json={"spec": spec(image, agent, python)})
         assert asked.status_code == 202, asked.text
         variables = {
             "KUBECONFIG": str(namespace.access.kubeconfig),

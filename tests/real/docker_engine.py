@@ -1,7 +1,8 @@
 """A private Docker engine for tests: a `dockerd` with its own socket, data, bridge and containerd namespace.
 
 It shares nothing with an engine that already runs on the machine, and leaves nothing: no firewall rule, no process, no
-mount. It needs root, and Debian's packages, which `ensure_docker` installs.
+mount, also if whoever started it is killed (`docker_guard.py`). It needs root, and Debian's packages, which
+`ensure_docker` installs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tarfile
 import tempfile
 import time
@@ -28,12 +30,12 @@ from aiohttp import web
 
 from tests.debian import install
 from tests.loopback import on_loopback
+from tests.real.docker_guard import REAPER, STOP_S, SYSTEM_PATH, processes, remove_engine
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 
 READY_S = 60.0
-STOP_S = 30.0
 IMAGE = "thunderagent-test:latest"
 BRIDGE_LOCK = Path(tempfile.gettempdir(), "thunderagent-tests-bridge.lock")
 
@@ -48,7 +50,7 @@ def ensure_docker(further: Mapping[str, str] | None = None) -> None:
     Raises DockerEngineError.
     """
     packages = {**PACKAGES, **(further or {})}
-    missing = [package for package, program in packages.items() if shutil.which(program, path=_PATH) is None]
+    missing = [package for package, program in packages.items() if shutil.which(program, path=SYSTEM_PATH) is None]
     if os.geteuid() != 0:
         raise DockerEngineError("a Docker engine of the tests' own needs root")
     if not missing:
@@ -60,7 +62,7 @@ def ensure_docker(further: Mapping[str, str] | None = None) -> None:
 
 
 PACKAGES = {"docker.io": "dockerd", "busybox-static": "busybox", "iproute2": "ip"}
-_PATH = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
+ROOT = Path(__file__).parents[2]
 
 
 class DockerEngine:
@@ -77,6 +79,7 @@ class DockerEngine:
         self._disk_bytes = disk_bytes
         self._name = f"ta{os.getpid() % 100_000}{os.urandom(2).hex()}"
         self._process: subprocess.Popen[bytes] | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
         try:
@@ -101,6 +104,15 @@ class DockerEngine:
 
     def start(self) -> None:
         """Start the engine and wait until it answers. Raises DockerEngineError with the end of its log."""
+        if self._guard is None:
+            self._guard = subprocess.Popen(
+                [sys.executable, "-m", "tests.real.docker_guard", str(self.root), self._name],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,  # nobody who reads ours waits for it
+                stderr=subprocess.DEVNULL,
+                cwd=ROOT,
+                start_new_session=True,  # Ctrl-C is not for it
+            )
         if not self.data_root.exists():
             self.data_root.mkdir()
             _run("mount", "-t", "tmpfs", "-o", f"size={self._disk_bytes}", "thunderagent-test", str(self.data_root))
@@ -121,7 +133,7 @@ class DockerEngine:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "PATH": _PATH},
+                env={**os.environ, "PATH": SYSTEM_PATH},
                 start_new_session=True,
             )
         give_up_s = time.monotonic() + READY_S
@@ -150,14 +162,10 @@ class DockerEngine:
     def stop(self) -> None:
         """Stop the engine and remove all its traces, and the reapers that would keep polling it."""
         self.end()
-        for reaper_id in reapers(self.url):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(reaper_id, signal.SIGTERM)
-        for mount in sorted(_mounts_under(self.root), reverse=True):
-            subprocess.run(["umount", "--lazy", mount], capture_output=True, check=False)
-        environment = {**os.environ, "PATH": _PATH}
-        subprocess.run(["ip", "link", "delete", self._name], capture_output=True, env=environment, check=False)
-        shutil.rmtree(self.root, ignore_errors=True)
+        remove_engine(self.root, self._name)
+        guard, self._guard = self._guard, None
+        if guard is not None:
+            guard.communicate()
 
     @contextlib.contextmanager
     def full_disk(self) -> Iterator[None]:
@@ -186,7 +194,7 @@ class DockerEngine:
 
     def _make_bridge(self) -> str:
         """Make a bridge with an unused network; return the network's first half."""
-        environment = {**os.environ, "PATH": _PATH}
+        environment = {**os.environ, "PATH": SYSTEM_PATH}
         subprocess.run(["ip", "link", "delete", self._name], capture_output=True, env=environment, check=False)
         used = _run("ip", "-4", "route")
         subnet = next((f"10.{n}" for n in range(213, 255) if f"10.{n}." not in used), None)
@@ -200,13 +208,7 @@ class DockerEngine:
 
 def reapers(argument: str) -> list[int]:
     """Return the process ids of reapers with an argument: an engine's URL, or a run."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            arguments = path.read_text().split("\0")
-            if "thunderagent.tools.reaper" in arguments and argument in arguments:
-                found.append(int(path.parent.name))
-    return found
+    return processes(REAPER, argument)
 
 
 def import_busybox_image(engine: DockerEngine, name: str = IMAGE, config: tuple[str, ...] = ()) -> str:
@@ -267,7 +269,7 @@ async def registry(label: str = "") -> AsyncIterator[tuple[str, list[str]]]:
 
 def busybox_root() -> bytes:
     """Return the root folder of that image, as a tar file."""
-    busybox = Path(shutil.which("busybox", path=_PATH) or "busybox").read_bytes()
+    busybox = Path(shutil.which("busybox", path=SYSTEM_PATH) or "busybox").read_bytes()
     applets = subprocess.run(["busybox", "--list"], capture_output=True, text=True, check=True).stdout.split()
     root = io.BytesIO()
     with tarfile.open(fileobj=root, mode="w") as tar:
@@ -291,13 +293,8 @@ def _add(tar: tarfile.TarFile, name: str, data: bytes, mode: int) -> None:
     tar.addfile(entry, io.BytesIO(data))
 
 
-def _mounts_under(root: Path) -> list[str]:
-    mounts = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
-    return [mount for mount in mounts if mount.startswith(f"{root}/")]
-
-
 def _run(*command: str) -> str:
-    environment = {**os.environ, "PATH": _PATH}
+    environment = {**os.environ, "PATH": SYSTEM_PATH}
     try:
         return subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
     except (OSError, subprocess.CalledProcessError) as error:

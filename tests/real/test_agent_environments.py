@@ -78,6 +78,48 @@ async def main():
     await deployment.stop()
 asyncio.run(main())
 """
+SWE_AGENT = """
+import asyncio, sys
+from swerex.exceptions import CommandTimeoutError
+from swerex.runtime.abstract import *
+from thunderagent.client.swe_rex import SandboxDeployment
+
+deployment = SandboxDeployment()
+
+def communicate(command, timeout=25):
+    action = BashAction(command=command, timeout=timeout, check="silent")
+    return asyncio.run(deployment.runtime.run_in_session(action))
+
+def start():
+    asyncio.run(deployment.start())
+    asyncio.run(deployment.runtime.create_session(CreateBashSessionRequest(startup_source=["/root/.bashrc"])))
+    for command in ("export LANG=C.UTF-8 && export LC_ALL=C.UTF-8", "cd /"):
+        assert communicate(command).exit_code == 0, command
+
+async def upload_tools():
+    where = [UploadRequest(source_path=sys.argv[1], target_path=f"/root/tools/{name}") for name in ("a", "b")]
+    await asyncio.gather(*map(deployment.runtime.upload, where))
+
+start()
+asyncio.run(upload_tools())
+assert communicate("export PATH=/root/tools/a:$PATH && ls /root/tools/b").output.strip() == "file"
+done = communicate("for each in 1 2\ndo\n  echo $each $LANG\ndone\nfalse")
+assert (done.output.split(), done.exit_code) == (["1", "C.UTF-8", "2", "C.UTF-8"], 1), done
+asyncio.run(deployment.runtime.execute(Command(command="test -f /root/tools/a/file", shell=True, check=True)))
+asyncio.run(deployment.runtime.write_file(WriteFileRequest(path="/root/state.json", content="{}")))
+assert asyncio.run(deployment.runtime.read_file(ReadFileRequest(path="/root/state.json"))).content == "{}"
+try:
+    communicate("sleep 60", timeout=1)
+    raise AssertionError
+except CommandTimeoutError:
+    asyncio.run(deployment.runtime.run_in_session(BashInterruptAction()))
+assert communicate("echo again").output.strip() == "again"
+asyncio.run(deployment.stop())
+start()  # as its hard reset does: a new shell in the same sandbox
+assert communicate("pwd; cat root/state.json").output.split() == ["/", "{}"]
+asyncio.run(deployment.stop())
+"""
+"""What SWE-agent's own environment (`SWEEnv`) asks of a deployment, in its order, each call in a loop of its own."""
 OPENHANDS = """
 import sys
 from thunderagent.client.openhands import SandboxWorkspace
@@ -206,7 +248,7 @@ async def released(engine: DockerEngine, proxy: Server, sandbox: str) -> None:
 async def test_swe_rex_works_in_a_prepared_sandbox(
     environment: Path, docker_engine: DockerEngine, run_proxy: RunProxy, tmp_path: Path
 ) -> None:
-    """The page's snippet runs, and shells, commands and files as SWE-agent uses them."""
+    """The page's snippet runs, and shells, commands and files as SWE-ReX has them and as SWE-agent asks for them."""
     async with preparing(run_proxy, docker_engine, f"[sandbox_templates.coder]\n{mounts(*SYSTEM)}", tmp_path) as proxy:
         python = str(environment)
         first = asyncio.create_task(run(tmp_path, docker_engine, proxy, python, "-c", snippet("SWE-agent", "python")))
@@ -215,8 +257,9 @@ async def test_swe_rex_works_in_a_prepared_sandbox(
         assert (status, output.strip()) == (0, "13"), output
         with contextlib.closing(docker_engine.client()) as client:
             client.exec_start(client.exec_create(sandbox, ["sh", "-c", "echo rc=yes > /rc"]))
-        status, output = await run(tmp_path, docker_engine, proxy, python, "-c", SWE_REX, str(tmp_path / "moved"))
-        assert status == 0, output
+        for script in (SWE_REX, SWE_AGENT):
+            status, output = await run(tmp_path, docker_engine, proxy, python, "-c", script, str(tmp_path / "moved"))
+            assert status == 0, output
         await released(docker_engine, proxy, sandbox)
 
 

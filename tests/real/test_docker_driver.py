@@ -48,6 +48,7 @@ from thunderagent.tools.base import (
     Owner,
 )
 from thunderagent.tools.docker import DockerDriver
+from thunderagent.tools.docker.setups import kept_images
 from thunderagent.tools.template import Mount, Template
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def client(docker_engine: DockerEngine) -> Iterator[Any]:
         yield client
         try:
             assert remains(client) == ([], [], [])
+            assert kept_images(client, {}) == []
         finally:
             for each in client.containers(all=True):
                 with contextlib.suppress(docker.errors.APIError):
@@ -403,6 +405,7 @@ async def test_a_sandbox_from_a_kept_setup_is_like_new_and_starts_soon(
     assert ":1E61" not in inside(client, second.handle, "cat /proc/net/tcp*")
     assert inside(client, second.handle, "stat -c %A /etc /root").split() == ["drwxr-xr-x", "drwx------"]
     assert reused_s <= 0.3 * new_s
+    assert (first.recycled, second.recycled) == (False, True)
     await driver.reclaim(second.handle)
 
 
@@ -427,41 +430,55 @@ async def test_a_setup_that_failed_is_not_kept(driver: DockerDriver, client: Any
         assert len(made) == (1 if reuse_setup else 2)
 
 
-async def test_a_setup_that_changes_many_files_is_kept_by_one_request(driver: DockerDriver, client: Any) -> None:
-    """A request for each would take minutes. Links among them, long names and rights are kept, too."""
-    names = "a$i"
-    many = (
-        f"cd /etc && i=0; while [ $i -lt 3000 ]; do echo $i > {names}; i=$((i+1)); done; ln a7 hard; ln -s a8 soft;"
-        "chmod 640 a9; chown 7:8 a10; echo long > $(printf '%0200d' 1)"
+async def test_links_rights_and_names_of_a_kept_setup_are_the_same(driver: DockerDriver, client: Any) -> None:
+    """Links among its files and to one of the image, owners, long names, and what it removed."""
+    made = (
+        "cd /etc && i=0; while [ $i -lt 300 ]; do echo $i > a$i; i=$((i+1)); done; ln a7 hard; ln -s a8 soft;"
+        "chmod 640 a9; chown 7:8 a10; echo long > $(printf '%0200d' 1); ln passwd linked; rm -r /bin/yes"
     )
-    seen = "cd /etc && ls | wc -l; cat a2999 hard soft; stat -c '%a %u %g %h' a7 a9 a10; cat 000*1"
-    template: dict[str, Any] = {"setup": [many], "reuse_setup": True}
+    seen = (
+        "cd /etc && ls | wc -l; cat a299 hard soft linked; stat -c '%a %u %g %h %Y' a5 a7 a9 a10 passwd; cat 000*1;"
+        "ls /bin/yes 2>&1"
+    )
+    template: dict[str, Any] = {"setup": [made], "reuse_setup": True}
     contents = []
     for number in range(2):
         place = await driver.prepare(order(f"s-{number}", **template))
         contents.append(inside(client, place.handle, seen))
-        asked = inside(client, place.handle, "stat -c %Y /etc/a5")
-        contents.append(asked)
-        await driver.reclaim(place.handle)
-    assert contents[0] == contents[2]
-    assert contents[1] == contents[3]  # written once
-    assert "long" in contents[0]
-
-
-@pytest.mark.parametrize("bytes_per_s", [1.0, 1e15], ids=["by path", "of the whole"])
-async def test_a_file_that_is_linked_to_one_of_the_image_is_kept(
-    driver: DockerDriver, client: Any, monkeypatch: pytest.MonkeyPatch, bytes_per_s: float
-) -> None:
-    """However it is copied, the content comes along."""
-    monkeypatch.setattr("thunderagent.tools.docker.setups.WHOLE_BYTES_PER_S", bytes_per_s)
-    template: dict[str, Any] = {"setup": ["mkdir /new && ln /etc/passwd /new/linked"], "reuse_setup": True}
-    contents = []
-    for number in range(2):
-        place = await driver.prepare(order(f"s-{number}", **template))
-        contents.append(inside(client, place.handle, "cat /new/linked; stat -c %Y /new"))
         await driver.reclaim(place.handle)
     assert contents[0] == contents[1]
-    assert "root" in contents[0]
+    assert "long" in contents[0]
+    assert "No such file" in contents[0]
+
+
+async def test_a_kept_setup_goes_with_its_driver_or_at_the_next_sweep(
+    driver: DockerDriver, docker_engine: DockerEngine, client: Any
+) -> None:
+    """One that somebody removed is made anew; one that a killed proxy left goes once no container uses it."""
+    template: dict[str, Any] = {"setup": ["date > /made"], "reuse_setup": True}
+    recycled = []
+    for name in ("s-1", "s-2", "s-3"):
+        place = await driver.prepare(order(name, **template))
+        recycled.append(place.recycled)
+        (kept,) = kept_images(client, {})
+        if name == "s-2":
+            labels = client.inspect_container(place.handle)["Config"]["Labels"]
+            assert labels[SANDBOX_LABEL] == "s-2", "the image has that of the first"
+        await driver.reclaim(place.handle)
+        if name == "s-2":
+            client.remove_image(kept)
+    assert recycled == [False, True, False]
+    left = await driver.prepare(order("s-4", **template))
+    assert left.recycled
+    await driver.sweep()
+    assert kept_images(client, {}), "it is kept"
+    later = DockerDriver(Owner(OWNER.owner_id, "run-2"), url=docker_engine.url, concurrency_count=2)
+    await later.sweep()
+    assert kept_images(client, {}), "a container uses it"
+    await driver.reclaim(left.handle)
+    await later.sweep()
+    assert kept_images(client, {}) == []
+    await later.close()
 
 
 # --- suspending -------------------------------------------------------------------------------------------------------

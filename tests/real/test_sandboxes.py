@@ -27,6 +27,7 @@ from tests.real.docker_engine import (
     registry,
 )
 from tests.real.support import until
+from thunderagent.tools.docker.setups import kept_images
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -417,7 +418,10 @@ async def test_nothing_outlives_a_killed_proxy_by_more_than_its_time(engine: Doc
 
 
 async def test_nothing_is_left_of_a_run_that_was_killed(engine: DockerEngine, tmp_path: Path) -> None:
-    """In mid-run: some sandboxes are used, others still prepared. Volumes, networks and pulled images go as well."""
+    """In mid-run: some sandboxes are used, others still prepared.
+
+    Volumes, networks, kept setups and pulled images go as well.
+    """
     with contextlib.closing(engine.client()) as docker:
         images = {each["Id"] for each in docker.images()}
     async with (
@@ -433,6 +437,10 @@ async def test_nothing_is_left_of_a_run_that_was_killed(engine: DockerEngine, tm
             report = await rollout.is_usable(f"p{number}")
             await asyncio.to_thread(rollout.output, report["handle"], "echo written > /data/written")
         assert len(rollout.volumes()) >= 5
+        await rollout.asks("kept", image=image, ttl_s=ttl_s, setup=["echo kept > /kept"], reuse_setup=True)
+        await rollout.is_usable("kept")
+        with contextlib.closing(engine.client()) as docker:
+            assert kept_images(docker, {})
         rollout.proxy.process.kill()
         await rollout.proxy.process.wait()
 

@@ -73,6 +73,8 @@ class Place:
     ports: Mapping[int, tuple[str, int]] = field(default_factory=dict)
     details: Mapping[str, str] = field(default_factory=dict)
     """Further details for clients: the container's name, the namespace."""
+    recycled: bool = False
+    """Whether it began with a kept setup, instead of running its own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -559,6 +559,7 @@ class Manager:
             template=sandbox.template_name,
             program_ids=list(sandbox.program_ids),
             prepare_s=round(sandbox.prepare_s, 3),
+            recycled=place.recycled,
         )
         self._is_ready(sandbox)
         self._tell(sandbox)

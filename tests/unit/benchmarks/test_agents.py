@@ -1,16 +1,19 @@
-"""The benchmark of agents: what its front asks of the engine, what it answers, and the parts of a program's time."""
+"""The benchmark of agents: what its front asks and answers, parts of a program's time, recycled and new sandboxes."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 from aiohttp import web
 
-from benchmarks.agents import ScriptedFront, _parts_s
+from benchmarks.agents import ScriptedFront, _parts_s, _preparations, _recycling
 from benchmarks.agents_tasks import TASKS
 from tests.loopback import on_loopback
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class Engine:
@@ -132,3 +135,29 @@ def test_the_parts_of_a_programs_time_are_all_of_it() -> None:
         "other": 3.0,
     }
     assert sum(parts_s.values()) == 33.0
+
+
+def test_a_recycled_sandbox_is_compared_with_one_that_ran_its_setup(tmp_path: Path) -> None:
+    """By what the proxy says of each: the second of a template may run its setup, too, while one is being kept."""
+
+    def said_in(name: str, *ready: tuple[float, bool]) -> dict[str, Any]:
+        events: list[dict[str, Any]] = [{"event": "sandbox_setup_kept", "size_bytes": 7}, {"event": "other"}]
+        events += [
+            {"event": "sandbox_ready", "template": "words", "prepare_s": each_s, "recycled": recycled}
+            for each_s, recycled in ready
+        ]
+        path = tmp_path / name
+        path.write_text("".join(f"{json.dumps(each)}\n" for each in events) + "no event\n")
+        return _preparations(path)
+
+    reused = said_in("reused", (9.0, False), (7.0, False), (1.0, True), (2.0, True), (1.5, True))
+    prepared = said_in("prepared", (5.0, False), (7.0, False))
+    assert reused == {
+        "prepare_s": {"new": 8.0, "recycled": 1.5, "new_all": [9.0, 7.0], "recycled_all": [1.0, 2.0, 1.5]},
+        "kept_bytes": 7,
+    }
+    assert prepared["prepare_s"]["recycled"] is None
+    assert _recycling(reused["prepare_s"], prepared["prepare_s"]) == (
+        "a recycled sandbox starts in 1.50 s (median of 3), a new one, which runs its setup, in 6.00 s "
+        "(of 2): 0.25 of it"
+    )

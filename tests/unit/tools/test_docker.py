@@ -16,7 +16,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import docker
 import pytest
@@ -43,13 +43,13 @@ from thunderagent.tools.base import (
 )
 from thunderagent.tools.docker import DockerDriver
 from thunderagent.tools.docker.answers import Listed
-from thunderagent.tools.docker.engine import mapped
+from thunderagent.tools.docker.engine import Engine, mapped
 from thunderagent.tools.docker.images import LEAST_LIMIT_S, Marks, PullLimits, registry_of, stated_limit_s
 from thunderagent.tools.docker.networks import Networks
 from thunderagent.tools.docker.prepare import STOP_GRACE_LABEL
 from thunderagent.tools.docker.reap import reap
 from thunderagent.tools.docker.scripts import FIRST_PROCESS, UNTIL_COMMAND, UNTIL_PORT
-from thunderagent.tools.docker.setups import roots
+from thunderagent.tools.docker.setups import Setups
 from thunderagent.tools.template import Template
 
 if TYPE_CHECKING:
@@ -473,14 +473,19 @@ async def test_a_label_that_anybody_may_set_stops_no_removal(
 LEFTOVERS = b'[{"Id": "a", "State": "dead", "Labels": %s}, {"Id": "b", "State": "dead", "Labels": %s}]'
 NETWORKS = b'[{"Name": "n", "Labels": %s}, {"Name": "m", "Labels": %s}]'
 STUCK = http(b'{"message": "driver failed to remove the root filesystem"}', 500)
-REMOVALS = ["DELETE /containers/a", "DELETE /containers/b", "DELETE /networks/n", "DELETE /networks/m"]
+IMAGES = http(b'[{"RepoTags": ["thunderagent-kept:x", "mine:1"]}, {"RepoTags": ["thunderagent-kept:y"]}]')
+KEPT = [IMAGES, STUCK, http(b"[]")]
+REMOVALS = [
+    *("DELETE /containers/a", "DELETE /containers/b", "DELETE /networks/n", "DELETE /networks/m"),
+    *("DELETE /images/thunderagent-kept:x", "DELETE /images/thunderagent-kept:y"),
+]
 
 
 async def test_a_leftover_that_cannot_be_removed_keeps_no_other(tmp_path: Path) -> None:
     asked: list[str] = []
     containers = [http(LEFTOVERS % (b"{}", b"{}")), STUCK, http(b"", 204)]
     networks = [http(NETWORKS % (b"{}", b"{}")), http(b"[]"), STUCK, http(b"[]"), http(b"", 204)]
-    with engine(tmp_path, *containers, *networks, asked=asked) as url:
+    with engine(tmp_path, *containers, *networks, *KEPT, asked=asked) as url:
         driver = DockerDriver(Owner("me", "run"), url=url, concurrency_count=2)
         await driver.sweep()
         await driver.close()
@@ -496,9 +501,10 @@ def test_the_reaper_goes_on_without_one_that_cannot_be_removed(tmp_path: Path) -
         networks = [http(NETWORKS % (labels, labels)), http(b"[]"), STUCK, http(b"[]"), http(b"", 204)]
         folder = tmp_path / f"{now_s:g}"
         folder.mkdir()
-        with engine(folder, *containers, *networks, asked=asked) as url:
+        kept = KEPT if left_s is None else []  # sandboxes that are left may be of them
+        with engine(folder, *containers, *networks, *kept, asked=asked) as url:
             assert reap(url, Owner("me", "run"), now_s) == left_s
-        assert [each for each in asked if each.startswith("DELETE")] == REMOVALS
+        assert [each for each in asked if each.startswith("DELETE")] == REMOVALS[: 4 + 2 * bool(kept)]
 
 
 async def test_an_engine_that_is_not_there_is_told_of(tmp_path: Path) -> None:
@@ -606,10 +612,41 @@ def test_an_image_is_of_its_registry(name: str, registry: str) -> None:
 # --- kept setups, marked images ---------------------------------------------------------------------------------------
 
 
-def test_an_added_folder_stands_for_all_that_is_in_it() -> None:
-    """Parents come first; what was deleted is not copied, and a changed folder does not stand for its content."""
-    changed = {"/b": 1, "/b/c": 1, "/b/c/d": 1, "/bc": 1, "/etc": 0, "/etc/new": 1, "/etc/passwd": 0, "/bin/yes": 2}
-    assert roots(changed) == ["/b", "/bc", "/etc", "/etc/new", "/etc/passwd"]
+class KeepingEngine:
+    """An engine whose containers have volumes, and which has a kept setup of an earlier run; it is its own client."""
+
+    def __init__(self) -> None:
+        self.removed: list[str] = []
+
+    async def ask(self, what: Callable[[Any], Any]) -> Any:
+        return what(self)
+
+    def whole(self, what: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        return asyncio.create_task(what)
+
+    def inspect_container(self, _handle: str) -> dict[str, Any]:
+        return {"Image": "sha256:base", "Mounts": [{"Type": "volume"}]}
+
+    def images(self, filters: dict[str, list[str]]) -> list[dict[str, Any]]:
+        assert filters == {"label": [f"{OWNER_LABEL}=me"], "reference": ["thunderagent-kept"]}
+        return [{"RepoTags": ["thunderagent-kept:earlier"]}]
+
+    def remove_image(self, name: str) -> None:
+        self.removed.append(name)
+
+
+async def test_a_setup_that_cannot_be_kept_is_not_tried_again_and_keeps_no_sweep() -> None:
+    """Nothing is swept only while one is being kept, which may just have been made."""
+    engine = KeepingEngine()
+    setups = Setups(cast("Engine", engine), Owner("me", "run"))
+    assert setups.begin("key")
+    assert not setups.begin("key"), "it is being kept"
+    await setups.sweep()
+    assert engine.removed == []
+    await setups.keep("key", "a", 60.0, worked=True)
+    assert (setups.begin("key"), setups.image_of("key")) == (False, "")
+    await setups.sweep()
+    assert engine.removed == ["thunderagent-kept:earlier"]
 
 
 class ImageStore:

@@ -50,7 +50,7 @@ from thunderagent.tools.docker.images import Images
 from thunderagent.tools.docker.networks import Networks
 from thunderagent.tools.docker.prepare import NETWORK_LABEL, STOP_GRACE_LABEL, Preparation
 from thunderagent.tools.docker.reap import spawn_reaper
-from thunderagent.tools.docker.setups import Setups
+from thunderagent.tools.docker.setups import Setups, is_kept
 from thunderagent.tools.docker.watch import changes
 from thunderagent.tools.template import LONGEST_S
 
@@ -104,7 +104,7 @@ class DockerDriver:
             max_pulls_count=max_pulls_count,
         )
         self._networks = Networks(self._engine, owner)
-        self._setups = Setups(self._engine)
+        self._setups = Setups(self._engine, owner)
         self._preparing: set[str] = set()
         self._made: dict[str, _Made] = {}
         self._adopted: set[str] = set()
@@ -130,10 +130,10 @@ class DockerDriver:
                 os.close(reading)
 
     async def close(self) -> None:
-        """Close connections and threads once started removals are done; sandboxes stay."""
+        """Close connections and threads once started removals are done; sandboxes stay, kept setups go."""
+        self._setups.close()
         await self._engine.close()
         self._images.close()
-        self._setups.close()
         if self._reaper_pipe is not None:
             os.close(self._reaper_pipe)
             self._reaper_pipe = None
@@ -203,7 +203,8 @@ class DockerDriver:
                 await self._stop(info["Id"], _grace_s(labels))
             await self._engine.remove(info["Id"])
             if SANDBOX_LABEL in labels:
-                made = _Made(labels.get(NETWORK_LABEL, ""), info["Config"]["Image"])
+                image = str(info["Config"]["Image"])  # of a recycled one the template's is wanted, known or not
+                made = _Made(labels.get(NETWORK_LABEL, ""), made.image if is_kept(image) else image)
         self._forget(handle)
         await self._drop_unused(made)
 
@@ -279,7 +280,7 @@ class DockerDriver:
         return list(found.values())
 
     async def sweep(self) -> None:
-        """Remove leftovers without a sandbox: networks and stopped containers of this owner, images that we pulled."""
+        """Remove leftovers without a sandbox: this owner's networks, stopped containers, kept setups, pulled images."""
         ours = {"label": [f"{OWNER_LABEL}={self._owner.owner_id}"]}
         for each in await self._engine.ask(lambda client: list_all(client, ours)):
             is_over = each.state in ("created", "exited", "dead")
@@ -287,6 +288,7 @@ class DockerDriver:
                 with logging_failures(f"container {each.id[:12]}"):
                     await self._engine.ask(partial(try_to_remove, handle=each.id))
         await self._networks.sweep()
+        await self._setups.sweep()
         await self._images.sweep()
 
     def watch(self) -> AsyncGenerator[Change | Command, None]:

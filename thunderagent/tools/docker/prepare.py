@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from dataclasses import replace
 
 import structlog
 from docker import APIClient, errors, types  # type: ignore[import-untyped]
@@ -78,11 +79,7 @@ class Preparation:
         if template.network == "own":
             self.network = self._networks.claim(self._order)
             await self._networks.make(self.network, self._order)
-        try:
-            place = await self._launch(image)
-        except SandboxImageError:  # it was removed since the check
-            place = await self._launch(await self._images.get(self.image))
-        await self._set_up(str(image["Id"]))
+        place = await self._with_setup(image)
         interval = f"{template.ready_interval_s:g}"
         if (port := template.ready_port) is not None:
             await self._run("readiness", f"port {port}", [UNTIL_PORT, "sh", f"{port:04X}", interval])
@@ -93,22 +90,34 @@ class Preparation:
             await self.check()
         return place
 
-    async def _set_up(self, image_id: str) -> None:
-        """Run the setup, or put what an earlier one made on the same image."""
+    async def _with_setup(self, image: Json) -> Place:
+        """Start it from what an earlier setup made on the same image, or run the setup."""
         template = self._order.template
-        key = f"{template.digest()}@{image_id}" if template.setup and template.reuse_setup else ""
-        if key and (deleted := await self._setups.put(key, self._handle)) is not None:
-            if deleted:
-                await self._run("setup", "rm", ['rm -rf -- "$@"', "sh", *deleted])
-            return
-        before = await self._setups.before(key, self._handle) if key else None
+        key = f"{template.digest()}@{image['Id']}" if template.setup and template.reuse_setup else ""
+        if key and (kept := self._setups.image_of(key)):
+            try:
+                return replace(await self._launch(image, kept), recycled=True)
+            except SandboxImageError:
+                self._setups.forget(key)
+        try:
+            place = await self._launch(image, template.image)
+        except SandboxImageError:  # it was removed since the check
+            place = await self._launch(await self._images.get(self.image), template.image)
+        await self._set_up(key)
+        return place
+
+    async def _set_up(self, key: str) -> None:
+        """Run the setup, and keep it under this key if that is not empty and nobody else does."""
+        template = self._order.template
+        is_to_be_kept = bool(key) and self._setups.begin(key)
         worked = False
         try:
             for command in template.setup:
                 await self._run("setup", command, [command])
             worked = True
         finally:
-            await self._setups.keep(key, self._handle, before, template.ttl_s, worked=worked)
+            if is_to_be_kept:
+                await self._setups.keep(key, self._handle, template.ttl_s, worked=worked)
 
     def unclaim(self) -> None:
         """Stop listening, and release network and image: the engine knows of them, or nobody does."""
@@ -140,15 +149,17 @@ class Preparation:
 
     # --- the container ------------------------------------------------------------------------------------------------
 
-    async def _launch(self, image: Json) -> Place:
-        self._launching = self._engine.whole(self._engine.ask(lambda client: self._launch_in_thread(client, image)))
+    async def _launch(self, image: Json, name: str) -> Place:
+        self._launching = self._engine.whole(
+            self._engine.ask(lambda client: self._launch_in_thread(client, image, name))
+        )
         return await asyncio.shield(self._launching)
 
-    def _launch_in_thread(self, client: APIClient, image: Json) -> Place:
+    def _launch_in_thread(self, client: APIClient, image: Json, name: str) -> Place:
         """Create and start it; read its output from the first line on: it is deleted with the container."""
         self._is_uncertain = True
         try:
-            self._handle = self._create(client, image)["Id"]
+            self._handle = self._create(client, image, name)["Id"]
         except errors.APIError:  # it refused
             self._is_uncertain = False
             raise
@@ -162,7 +173,8 @@ class Preparation:
             raise SandboxSetupError(_told("it ended at once", self._output))
         return place_of(info)
 
-    def _create(self, client: APIClient, image: Json) -> Json:
+    def _create(self, client: APIClient, image: Json, name: str) -> Json:
+        """Create it from an image of that name; `image` says what the template's own would start."""
         order, template, config = self._order, self._order.template, image["Config"] or {}
         # Our first process starts what the image would.
         command = [*(config.get("Entrypoint") or ()), *template.command] if template.command else []
@@ -180,7 +192,7 @@ class Preparation:
             endpoint = client.create_endpoint_config(aliases=[order.sandbox_id, *filter(None, [order.template_name])])
             networking = client.create_networking_config({self.network: endpoint})
         created: Json = client.create_container(
-            template.image,
+            name,
             name=self.name,
             entrypoint=["/bin/sh", "-c", FIRST_PROCESS, "thunderagent"],
             command=[str(ttl_s), signal, *command],

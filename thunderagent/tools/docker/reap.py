@@ -19,6 +19,7 @@ from thunderagent.tools.docker.connection import connect, try_to_remove
 from thunderagent.tools.docker.engine import LIBRARY_ERRORS, mapped
 from thunderagent.tools.docker.images import Marks
 from thunderagent.tools.docker.networks import remove_network
+from thunderagent.tools.docker.setups import kept_images, remove_kept
 
 _TIMEOUT_S = 60.0
 # What an engine has not removed for this long after it expired will not be removed.
@@ -48,10 +49,10 @@ def spawn_reaper(
 def reap(
     url: str, of: Owner, now_s: float, images_bytes: int | None = None, keep_images: Sequence[str] = ()
 ) -> float | None:
-    """Remove what has expired of one run: containers, networks without containers, then images beyond the limit.
+    """Remove what has expired of one run: containers, networks without containers; then images.
 
-    Returns when the next remaining object expires, in Unix time as `now_s` is; None if nothing is left. Raises
-    `SandboxError`.
+    Of other images only those beyond the limit go. Returns when the next remaining object expires, in Unix time as
+    `now_s` is; None if nothing is left. Raises `SandboxError`.
     """
     ours = {"label": [f"{OWNER_LABEL}={of.owner_id}", f"{RUN_LABEL}={of.run_id}"]}
     left_s: list[float] = []
@@ -65,6 +66,9 @@ def reap(
                 end_s = expires_s(network["Labels"] or {})
                 if _is_left(end_s, now_s, partial(remove_network, client, network["Name"])):
                     left_s.append(end_s)
+            for image in () if left_s else kept_images(client, ours):
+                with contextlib.suppress(errors.APIError):  # the engine answers: the others may go
+                    remove_kept(client, image)
             if not left_s and images_bytes is not None:
                 Marks(of.owner_id).prune(client, images_bytes, frozenset(keep_images).__contains__)
     except LIBRARY_ERRORS as error:
