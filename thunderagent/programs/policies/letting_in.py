@@ -199,12 +199,7 @@ class LettingIn:
         return bool(going) or not account.active_count
 
     def _awaits_tools(
-        self,
-        view: SchedulerView,
-        program: Program,
-        replica: Replica,
-        acting: Sequence[Program],
-        going: Sequence[Program],
+        self, view: SchedulerView, program: Program, replica: Replica, acting: Sequence[Program], going: Sequence[Program]
     ) -> bool:
         """Return whether an idle replica did not idle for so long yet as computing again takes what would be lost.
 
