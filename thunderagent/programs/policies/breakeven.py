@@ -14,8 +14,7 @@ alone fill the memory. A client's hint on its next turn replaces that guess, for
 `hint_ratio` of a replica (`transitions.py`).
 
 **No idle engine.** A replica without a turn in flight lets the first in the queue in, whatever is claimed there; the
-programs whose tools have run longest are paused for it. Engines evict those first, too. With `idle_ratio` it idles for
-so long first as computing them again takes: if a tool returns until then, nothing is lost.
+programs whose tools have run longest are paused for it. Engines evict those first, too.
 
 **Admission by area.** The program that will end for least memory times turns is restored first, on every event that
 frees room (`parts/least_area.py`, or another `order`). A program that has waited too long comes before all, which
@@ -106,11 +105,6 @@ class BreakEven(Policy):
     """How long the first waits before a replica is reserved for it, in median residences. Lower it if large programs
     wait long; raise it if `unused` grows when one comes. `inf`: never; `0`: at once.
     """
-    idle_ratio: float = 0.0
-    """How long a replica without a turn waits for a tool to return before programs are paused for the first in the
-    queue, in the time that computing them again takes. Raise it, to 1, where many tools of a second or less run at a
-    time. `0`: not at all.
-    """
     hint_ratio: float = HINT_RATIO
     """The part of the limit that clients' hints may keep for longer than the policy would. Raise it if all clients are
     your own and `thunderagent_hints_measured_total` says they are right. `0`: hints can only free memory.
@@ -121,7 +115,7 @@ class BreakEven(Policy):
 
     def __post_init__(self) -> None:
         """Reject invalid settings."""
-        names = ("hold_ratio", "reserve_tokens", "foresight_ratio", "pass_count", "wait_ratio", "idle_ratio")
+        names = ("hold_ratio", "reserve_tokens", "foresight_ratio", "pass_count", "wait_ratio")
         check_not_negative("breakeven", self, *names, "hint_ratio")
         if not 0 < self.low_ratio <= self.high_ratio:
             raise ConfigurationError(
@@ -143,7 +137,6 @@ class BreakEven(Policy):
             foresight_ratio=self.foresight_ratio,
             pass_count=self.pass_count,
             wait_ratio=self.wait_ratio,
-            idle_ratio=self.idle_ratio,
         )
 
     @cached_property

@@ -39,7 +39,6 @@ class LettingIn:
         "foresight_ratio",
         "high_ratio",
         "hold_ratio",
-        "idle_ratio",
         "low_ratio",
         "pass_count",
         "wait_ratio",
@@ -54,7 +53,6 @@ class LettingIn:
         foresight_ratio: float,
         pass_count: int,
         wait_ratio: float,
-        idle_ratio: float = 0.0,
     ) -> None:
         """Work by these settings."""
         self.hold_ratio = hold_ratio
@@ -63,7 +61,6 @@ class LettingIn:
         self.foresight_ratio = foresight_ratio
         self.pass_count = pass_count
         self.wait_ratio = wait_ratio
-        self.idle_ratio = idle_ratio
         self._last_ratio = max(0.0, min(1.0, high_ratio) - low_ratio)
         """Above `low_ratio`, up to where one more is let in on a replica that is to be filled."""
 
@@ -192,25 +189,9 @@ class LettingIn:
         going = _enough(acting, missing_tokens, 0.0)
         if not going and len(acting) == account.active_count:
             going = acting  # it would be alone
-        if going and self.idle_ratio and self._awaits_tools(view, program, replica, acting, going):
-            return False
         for each in going:
             view.propose_pause(each, Reason.EXPIRED)
         return bool(going) or not account.active_count
-
-    def _awaits_tools(
-        self, view: SchedulerView, program: Program, replica: Replica, acting: Sequence[Program], going: Sequence[Program]
-    ) -> bool:
-        """Return whether an idle replica did not idle for so long yet as computing again takes what would be lost.
-
-        It idles while held since its last turn ended, or since the program waits.
-        """
-        idle_since_s = max([each.acting_since_s for each in acting])
-        waiting_since_s = program.waiting_since_s if program.held else view.now_s
-        if waiting_since_s > idle_since_s:
-            idle_since_s = waiting_since_s
-        lost_ratio = sum([each.claim_tokens for each in going]) / replica.account.limit_tokens
-        return view.now_s - idle_since_s < self.idle_ratio * lost_ratio * view.break_even_s(replica.replica_id)
 
     def _is_kept(self, view: SchedulerView, program: Program, replica: Replica) -> bool:
         """Return whether a program waits for that replica alone, comes before this one, and may not be passed."""

@@ -215,44 +215,6 @@ def test_a_replica_without_a_turn_lets_the_first_in_whoever_is_held_there() -> N
         ]
 
 
-def idles_for(idle_s: float, lost_tokens: int) -> float:
-    """Return the idle ratio that waits for so long where so many tokens would be lost."""
-    return idle_s / (TOKEN_S * lost_tokens)
-
-
-def test_a_replica_without_a_turn_waits_for_tools_as_long_as_computing_again_takes() -> None:
-    """The first in the queue waits 10 s from the end of the last turn, and whoever comes later from then on."""
-    driver = driver_with(idle_ratio=idles_for(10.0, 600))
-    opens(driver, a=600)
-    turn = driver.arrives("b", 600)
-    assert driver.decisions == [Hold(turn, "b", Reason.NO_ROOM)]
-    driver.ticks(9.9)
-    assert driver.held(turn)
-    assert of_kind(Pause, driver.ticks(0.1)) == ["a"]
-    assert not driver.held(turn)
-
-    driver.finishes(turn, 600)
-    driver.passes(100.0)
-    late = driver.arrives("c", 600)
-    assert driver.held(late)
-    assert of_kind(Pause, driver.ticks(10.0)) == ["b"]
-
-
-def test_a_tool_that_returns_while_its_replica_waits_has_lost_nothing() -> None:
-    """The first in the queue waits for its turn, and from its end on for as long again."""
-    driver = driver_with(idle_ratio=idles_for(10.0, 600))
-    opens(driver, a=600)
-    turn = driver.arrives("b", 600)
-    driver.ticks(9.0)
-    again = driver.arrives("a", 600)
-    assert driver.granted_on[again] == "r0"
-    driver.ticks(5.0)
-    driver.finishes(again, 600)
-    driver.ticks(9.9)
-    assert of_kind(Pause, driver.decisions) == []
-    assert driver.held(turn)
-
-
 @pytest.mark.parametrize("end", ["finishes", "fails", "is_abandoned"])
 def test_expired_program_makes_room_when_the_last_turn_there_ends(end: str) -> None:
     """There is no tick in between; the second in the queue waits for the first one's turn."""
