@@ -289,9 +289,8 @@ def companions() -> Iterator[str]:
     yield f"faster in two of four: {all_of('concur', 'throughput_ratio')}"
     beside = figures("companions-beside")
     newer = [{row["policy"]: row for row in beside[title]} for title in figures("companions") if title in beside]
-    assert all(
-        new["fcfs"]["turns_per_min"] == old["fcfs"]["turns_per_min"] for new, old in zip(newer, rows, strict=False)
-    )
+    same = [new["fcfs"]["turns_per_min"] == old["fcfs"]["turns_per_min"] for new, old in zip(newer, rows, strict=True)]
+    assert same == [True, True, True, False]  # GAIA's programs are others now
 
     def of_newer(policy: str, figure: str, digits: int = 2) -> str:
         return "/".join(f"{mean(each[policy][figure]):.{digits}f}" for each in newer)
