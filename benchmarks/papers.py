@@ -13,8 +13,7 @@
     scripts/bench papers orbit      # ORBIT, Table 1 and Fig. 4: latency of tasks, right and wrong; recall by step
     scripts/bench papers orbit-front  # the same with the default policy in front of the engine; --only short: where
                                     # memory is short, not the paper's setting
-    scripts/bench papers oracle     # not from a paper: how near the clairvoyant policy comes to the bound L1; --only
-                                    # beside: the released code and the default
+    scripts/bench papers oracle     # not from a paper: how near the clairvoyant policy comes to the bound L1
     scripts/bench papers mars       # MARS, Fig. 7, 10 and goodput: 20 points, ten policies
     scripts/bench papers mars-orders  # the paper's order of admission beside ours
     scripts/bench papers mars-evictions  # Fig. 3A: evicted blocks over a run
@@ -408,9 +407,6 @@ def _rollout(runner: Runner, console: Console, contestants: Sequence[str], *, la
 def oracle(runner: Runner, console: Console) -> Figures:
     """Measure how much of the bound L1 the clairvoyant policy reaches as more programs fit in memory together."""
     figures: Figures = {}
-    contestants = ("passthrough", "thunderagent", "oracle")
-    if runner.only == "beside":
-        contestants = ("passthrough", "thunderagent-released", "breakeven")
     for name, profile_name, times, programs in (
         ("mini-swe-agent", "qwen3-14b-h100", 1.0, 32),
         ("mini-swe-agent", "glm-4.6-h100x8", 1.0, 96),
@@ -423,7 +419,7 @@ def oracle(runner: Runner, console: Console) -> Figures:
         scenario = scenario_of("glm-4.6-h100x8", minutes=120, warmup_minutes=40)
         scenario = replace(scenario, engine=replace(scenario.engine, timing=timing, kv_tokens=pool_tokens))
         title = f"{name}, {profile_name}, {pool_tokens:,} tokens"
-        result = runner.compare(title, scenario, workload(name), contestants, [programs], keep_samples=False)
+        result = runner.compare(title, scenario, workload(name), ("passthrough", "thunderagent", "oracle"), [programs])
         console.print(table(title, result, "per cent of L1 are of the very turns that a run finished"))
         figures[title] = rows_of(result)
         runner.keep(figures)

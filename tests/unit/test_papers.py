@@ -289,9 +289,8 @@ def companions() -> Iterator[str]:
     yield f"faster in two of four: {all_of('concur', 'throughput_ratio')}"
     beside = figures("companions-beside")
     newer = [{row["policy"]: row for row in beside[title]} for title in figures("companions") if title in beside]
-    assert all(
-        new["fcfs"]["turns_per_min"] == old["fcfs"]["turns_per_min"] for new, old in zip(newer, rows, strict=False)
-    )
+    same = [new["fcfs"]["turns_per_min"] == old["fcfs"]["turns_per_min"] for new, old in zip(newer, rows, strict=True)]
+    assert same == [True, True, True, False]  # GAIA's programs are others now
 
     def of_newer(policy: str, figure: str, digits: int = 2) -> str:
         return "/".join(f"{mean(each[policy][figure]):.{digits}f}" for each in newer)
@@ -355,8 +354,6 @@ def orbit_front() -> Iterator[str]:
     of = found("orbit-front-short")
     ratios = [of(policy, right) for policy in policies]
     yield f"{ratios[0]} (wrong ones {of('breakeven', wrong)}), {ratios[1]} and {ratios[2]}"
-    ended = [of(policy, "programs/h") for policy in ("FCFS", *policies)]
-    yield "{} programs an hour under FCFS, then {}, {} and {}".format(*ended)
 
 
 REGIMES = ("125k", "167k", "220k", "263k")
@@ -559,8 +556,7 @@ def plugin() -> Iterator[str]:
         return "/".join(f"{min(of[gpu, regime, arm]['vllm']['mean_s'] for arm in arms):.0f}" for regime in done)
 
     yield f"a mean of {means('h100', 'breakeven')} seconds at 263k/220k/167k/125k, the best baseline"
-    yield f"{means('h100', *baselines)}; on the H200 {means('h200', 'breakeven')}"
-    yield f"{means('h200', *baselines)}."
+    yield f"{means('h100', *baselines)}; on the H200 {means('h200', 'breakeven')} and {means('h200', *baselines)}."
     apart = {
         arm: max(
             abs(of[gpu, regime, arm]["vllm"]["mean_s"] / of[gpu, regime, arm]["simulated"]["mean_s"] - 1)
