@@ -103,7 +103,7 @@ async def upload_tools():
 start()
 asyncio.run(upload_tools())
 assert communicate("export PATH=/root/tools/a:$PATH && ls /root/tools/b").output.strip() == "file"
-done = communicate("for each in 1 2\ndo\n  echo $each $LANG\ndone\nfalse")
+done = communicate("for each in 1 2\\ndo\\n  echo $each $LANG\\ndone\\nfalse")
 assert (done.output.split(), done.exit_code) == (["1", "C.UTF-8", "2", "C.UTF-8"], 1), done
 asyncio.run(deployment.runtime.execute(Command(command="test -f /root/tools/a/file", shell=True, check=True)))
 asyncio.run(deployment.runtime.write_file(WriteFileRequest(path="/root/state.json", content="{}")))
