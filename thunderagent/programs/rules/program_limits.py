@@ -46,7 +46,7 @@ MARGIN_SIGMAS: Final = 2.5
 FIRST_SIGMAS: Final = 1.0
 """The same for all turns of a new program. Each second of its first wait that it is too early, others pay."""
 
-NEW_RATIO: Final = 0.45
+NEW_RATIO: Final = 0.5
 """The part of its time that a new program may need: loaded engines take twice its time alone, and some waits."""
 
 PRIOR_TURNS: Final = 2.0
