@@ -167,7 +167,7 @@ def test_a_program_that_would_miss_its_deadline_comes_first() -> None:
 
 @pytest.mark.parametrize(("turns", "need_s"), [(10, 35.5), (4, NEW_RATIO * TIMES_S)])
 def test_a_new_program_passes_others_at_its_latest_start_and_no_sooner(turns: int, need_s: float) -> None:
-    """Ten turns may take 10 + sqrt(10 + 100 / 2) times the 2 s of another with a deadline; four less than half of its time."""
+    """Ten turns may take 10 + sqrt(10 + 100 / 2) times the 2 s of another with a deadline; four less than half."""
     driver = Driver(BreakEven(reserve_tokens=0, low_ratio=1.0), replicas={"r0": 1000})
     takes(driver, "known", ProgramLimits(deadline_s=10 * TIMES_S, turns=2))
     driver.now_s += 1.0
