@@ -63,30 +63,13 @@ def loggers_are_not_kept() -> Iterator[None]:
         yield
 
 
-OF_THE_CHECKOUT = ("e2e/test_site", "real/test_packages")
-"""Files that build packages in this folder, where setuptools leaves its notes: never two at a time."""
-LONGEST_FIRST = (
-    *("vllm", "sglang", "checkout", "real/test_sandboxes", "real/test_docker_driver", "real/test_integrations"),
-    *("real/test_deployment", "real/test_faults", "e2e/test_dashboard", "real/test_damaged_store"),
-    *("real/test_takeover", "real/test_coding_clis", "real/test_mini_swe_agent", "real/test_agents_bench"),
-)
-"""Groups of real parts that take a minute or more: what is left is short, so that all processes end together."""
-
-
 @pytest.hookimpl(tryfirst=True)  # before the groups are read
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group tests of real parts to run in parallel: those of each kind of engine, and those of each other file."""
-    places = {}
+    """Group tests of real parts to run in parallel: those of each kind of engine, of Docker, and all others."""
     for item in items:
-        file = "/".join(item.path.with_suffix("").parts[-2:])
-        if file.startswith(("real/", "e2e/")):
-            kinds = [kind for kind in ("vllm", "sglang") if kind in getattr(item, "fixturenames", ())]
-            group = [*kinds, "checkout" if file in OF_THE_CHECKOUT else file][0]
-            item.add_marker(pytest.mark.xdist_group(group))
-            places[item] = LONGEST_FIRST.index(group) if group in LONGEST_FIRST else len(LONGEST_FIRST)
-        elif item.get_closest_marker("real") is not None:
-            raise pytest.UsageError(f"{item.nodeid} is real, and not in a folder that `scripts/test --real` collects")
-    items.sort(key=lambda item: places.get(item, -1))
+        if "tests/real/" in item.path.as_posix() or "tests/e2e/" in item.path.as_posix():
+            kinds = [kind for kind in ("vllm", "sglang", "docker_engine") if kind in getattr(item, "fixturenames", ())]
+            item.add_marker(pytest.mark.xdist_group(kinds[0] if kinds else "beside"))
 
 
 def pytest_collection_finish() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import httpx2
@@ -20,7 +18,6 @@ from tests.loopback import free_ports
 from tests.real.docker_engine import DockerEngine, DockerEngineError, ensure_docker, import_busybox_image
 from tests.real.redis_server import ensure_redis
 from tests.real.support import until_all_up
-from thunderagent.backends.kv_events import KvEventsEndpoint
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -34,8 +31,6 @@ LAYERS = 4
 MAX_MODEL_LEN = 4096
 POOL_BLOCKS = 256
 MAX_SEQS = 8  # so that few requests fill the engine
-PUBLISHED_BLOCKS = 160
-SGLANG_POOL_TOKENS = 6000
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -99,36 +94,6 @@ def engine(engines: tuple[RealEngine, RealEngine]) -> RealEngine:
     return engines[0]
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def publishing(vllm: None) -> AsyncIterator[tuple[RealEngine, KvEventsEndpoint]]:
-    """Run an engine that serves one request at a time, and whose KV events show when it computed which blocks."""
-    port, events_port, replay_port = free_ports(3)
-    # vLLM connects to an address without a * instead of listening on it.
-    kv_events = {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "endpoint": f"tcp://*:{events_port}",
-        "replay_endpoint": f"tcp://*:{replay_port}",
-    }
-    config = replace(
-        _engine_config(port),
-        pool_blocks=PUBLISHED_BLOCKS,
-        extra_args=("--max-num-seqs", "1", "--kv-events-config", json.dumps(kv_events)),
-    )
-    addresses = (f"tcp://127.0.0.1:{events_port}", f"tcp://127.0.0.1:{replay_port}")
-    async with RealEngine(config) as engine:
-        yield engine, KvEventsEndpoint("r", *addresses)
-
-
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def sglang_engine(sglang: None, request: pytest.FixtureRequest) -> AsyncIterator[RealEngine]:
-    """Run one SGLang. Its log stays if a test failed."""
-    async with RealEngine(sglang_config()) as engine:
-        yield engine
-    if not request.session.testsfailed:
-        engine.log_path.unlink(missing_ok=True)
-
-
 @pytest.fixture(scope="session")
 def run_proxy(tmp_path_factory: pytest.TempPathFactory) -> RunProxy:
     """Run `thunderagent serve OPTIONS` in front of engines: `async with run_proxy(engines, *options) as proxy`."""
@@ -172,22 +137,6 @@ def docker_engine(require_real: Callable[[str], NoReturn]) -> Iterator[DockerEng
             yield engine
     except DockerEngineError as error:
         require_real(f"no Docker engine: {error}")
-
-
-def sglang_config(*extra_args: str) -> RealEngineConfig:
-    """Return an SGLang that serves one request at a time, and keeps tagged memory."""
-    (port,) = free_ports(1)
-    return RealEngineConfig(
-        engine="sglang",
-        hidden_size=HIDDEN_SIZE,
-        layers=LAYERS,
-        pool_blocks=SGLANG_POOL_TOKENS,
-        block_size=1,
-        max_model_len=MAX_MODEL_LEN,
-        port=port,
-        core=None,
-        extra_args=("--max-running-requests", "1", "--enable-session-radix-cache", *extra_args),
-    )
 
 
 def _engine_config(port: int) -> RealEngineConfig:

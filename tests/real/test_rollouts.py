@@ -10,13 +10,15 @@ import httpx2
 import pytest
 
 from benchmarks.engine_kinds import MODEL_NAME
+from benchmarks.real_engine import RealEngine, RealEngineConfig
+from tests.loopback import free_ports
+from tests.real.conftest import HIDDEN_SIZE, LAYERS, MAX_MODEL_LEN
 from tests.real.support import CHAT, COMPLETIONS, ask, assert_same, chat, completion, conversation, words
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from benchmarks.processes import Server
-    from benchmarks.real_engine import RealEngine
     from tests.real.conftest import RunProxy
 
     Json = dict[str, Any]
@@ -80,6 +82,26 @@ async def recording(engine: RealEngine, run_proxy: RunProxy) -> AsyncIterator[tu
     """Run a proxy that records, with a client of it."""
     async with run_proxy((engine,), *RECORDS) as proxy, httpx2.AsyncClient(base_url=proxy.url, timeout=120) as client:
         yield proxy, client
+
+
+@asynccontextmanager
+async def sglang_engine() -> AsyncIterator[RealEngine]:
+    """Run a real SGLang."""
+    (port,) = free_ports(1)
+    async with RealEngine(
+        RealEngineConfig(
+            engine="sglang",
+            hidden_size=HIDDEN_SIZE,
+            layers=LAYERS,
+            pool_blocks=6000,
+            block_size=1,
+            max_model_len=MAX_MODEL_LEN,
+            port=port,
+            core=None,
+            extra_args=("--max-running-requests", "4"),
+        )
+    ) as engine:
+        yield engine
 
 
 async def rollout(client: httpx2.AsyncClient, program_id: str, view: str = "turns") -> Json:
@@ -194,10 +216,9 @@ async def test_vllm_other_apis_are_recorded(
             assert turn["outputs"][0]["ids"]
 
 
-async def test_sglang_records_what_the_engine_says(sglang_engine: RealEngine, run_proxy: RunProxy) -> None:
+async def test_sglang_records_what_the_engine_says(sglang: None, run_proxy: RunProxy) -> None:
     """Its own answers to the recorded prompts are the recorded tokens, and clients get its own bytes."""
-    engine = sglang_engine
-    async with recording(engine, run_proxy) as (proxy, client):
+    async with sglang_engine() as engine, recording(engine, run_proxy) as (proxy, client):
         async with httpx2.AsyncClient(base_url=engine.url, timeout=60) as direct:
 
             async def own(prompt: list[int]) -> tuple[list[int], list[float]]:

@@ -15,8 +15,9 @@ import pytest_asyncio
 from benchmarks.engine_kinds import KINDS, MODEL_NAME
 from benchmarks.load import LoadSpec, run_load
 from benchmarks.real import serve_proxy
-from benchmarks.real_engine import RealEngine
-from tests.real.conftest import MAX_MODEL_LEN, SGLANG_POOL_TOKENS, sglang_config
+from benchmarks.real_engine import RealEngine, RealEngineConfig
+from tests.loopback import free_ports
+from tests.real.conftest import HIDDEN_SIZE, LAYERS, MAX_MODEL_LEN
 from tests.real.support import (
     CHAT,
     COMPLETIONS,
@@ -48,24 +49,34 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 GENERATE = "/generate"
+POOL_TOKENS = 6000
 OUTPUT_TOKENS = 3000
 PROMPT = words(100, seed=1)
 PINNED = {"rid": "pinned"}
 STREAM = {"stream": True}
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
-LOW_FIRST = ("--schedule-low-priority-values-first", "--disable-priority-preemption", "--default-priority-value", "0")
 
 
-@pytest.fixture(scope="module")
-def engine(sglang_engine: RealEngine) -> RealEngine:
-    """The engine of all tests here."""
-    return sglang_engine
+def config(*extra_args: str) -> RealEngineConfig:
+    """Return an engine that serves one request at a time, and keeps tagged memory."""
+    (port,) = free_ports(1)
+    return RealEngineConfig(
+        engine="sglang",
+        hidden_size=HIDDEN_SIZE,
+        layers=LAYERS,
+        pool_blocks=POOL_TOKENS,
+        block_size=1,
+        max_model_len=MAX_MODEL_LEN,
+        port=port,
+        core=None,
+        extra_args=("--max-running-requests", "1", "--enable-session-radix-cache", *extra_args),
+    )
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def low_first(sglang: None) -> AsyncIterator[RealEngine]:
-    """Run a second one, which serves low numbers first and interrupts no running turn."""
-    async with RealEngine(sglang_config(*LOW_FIRST)) as engine:
+async def engine(sglang: None) -> AsyncIterator[RealEngine]:
+    """Run one engine for all tests of this file."""
+    async with RealEngine(config()) as engine:
         yield engine
 
 
@@ -118,7 +129,7 @@ async def test_kind_and_pool_size_are_detected(
 ) -> None:
     """Found by its metrics, or by its server information alone."""
     (report,) = await replicas(client, "")
-    assert (report["kind"], report["capacity_tokens"]) == ("sglang", SGLANG_POOL_TOKENS)
+    assert (report["kind"], report["capacity_tokens"]) == ("sglang", POOL_TOKENS)
     info = await direct.get("/server_info")
     assert info.json()["version"] == KINDS["sglang"].version
 
@@ -429,12 +440,12 @@ async def test_a_pause_and_new_weights_are_observed(client: httpx2.AsyncClient, 
     await until(lambda: is_suspended(False))
 
 
-async def test_new_weights_reach_two_engines_under_load(
-    engine: RealEngine, low_first: RealEngine, run_proxy: RunProxy
-) -> None:
+@pytest.mark.timeout(300)
+async def test_new_weights_reach_two_engines_under_load(engine: RealEngine, run_proxy: RunProxy) -> None:
     """A trainer talks to the proxy alone; no turn runs between the first and the last call of an update."""
     async with (
-        run_proxy((engine, low_first)) as proxy,
+        RealEngine(config()) as other,
+        run_proxy((engine, other)) as proxy,
         httpx2.AsyncClient(base_url=proxy.url, timeout=120) as client,
     ):
         ends: list[tuple[int, str]] = []
@@ -465,7 +476,7 @@ async def test_new_weights_reach_two_engines_under_load(
             await until(lambda: asyncio.sleep(0, len(ends) >= ended_count + 8))
             over.set()
         assert {reason for _, reason in ends} <= {"length", "stop"}
-        for each in (engine, low_first):
+        for each in (engine, other):
             async with httpx2.AsyncClient() as direct:
                 assert (await direct.get(f"{each.url}/model_info")).json()["weight_version"] == "step-1"
 
@@ -557,12 +568,14 @@ async def test_a_turn_with_a_priority_takes_the_place_of_one_without(direct: htt
     await assert_it_ends(None, direct)
 
 
+@pytest.mark.timeout(600)
 async def test_an_engine_that_serves_low_numbers_first_is_given_them_as_they_are(
-    low_first: RealEngine, run_proxy: RunProxy, tmp_path: Path
+    sglang: None, run_proxy: RunProxy, tmp_path: Path
 ) -> None:
     """The engine reports this itself; with these flags no running turn is interrupted."""
-    async with httpx2.AsyncClient(base_url=low_first.url, timeout=120) as direct:
-        order = await served_order(low_first, run_proxy, tmp_path / "events.jsonl", "age", first=-(2**40))
+    flags = ("--schedule-low-priority-values-first", "--disable-priority-preemption", "--default-priority-value", "0")
+    async with RealEngine(config(*flags)) as engine, httpx2.AsyncClient(base_url=engine.url, timeout=120) as direct:
+        order = await served_order(engine, run_proxy, tmp_path / "events.jsonl", "age", first=-(2**40))
         assert order == tuple(TURNS)
         async with long_turn(direct, "runs"):
             await until_in_engine(direct, 1, 0)
@@ -577,8 +590,7 @@ async def test_an_engine_that_serves_low_numbers_first_is_given_them_as_they_are
 @pytest.mark.parametrize("policy", ["passthrough", "thunderagent", "breakeven"])
 async def test_the_standard_load_runs_without_an_error(sglang: None, policy: str) -> None:
     """Sixteen programs on a pool for half of them: all turns are answered, all programs released, with many hits."""
-    more = ("--max-running-requests", "16")
-    whole = replace(sglang_config(), pool_blocks=16_000, max_model_len=8192, extra_args=more)
+    whole = replace(config(), pool_blocks=16_000, max_model_len=8192, extra_args=("--max-running-requests", "16"))
     async with RealEngine(whole) as engine, serve_proxy([engine.url], Contestant.parse(policy)) as url:
         result = await run_load(LoadSpec(programs=16), url, is_proxy=True, warmup_s=20, measure_s=60)
     logging.getLogger(__name__).info("%s: %.0f turns/min, hits %s", policy, result.turns_per_min, result.hit_ratio)

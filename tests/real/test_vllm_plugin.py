@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 PACKAGE = Path(__file__).parents[2] / "packages" / "thunderagent-vllm"
 PATH = "/thunderagent/programs"
 
+pytestmark = [pytest.mark.xdist_group("vllm")]
+
 
 def run_in_vllm(script: str, *arguments: str, timeout_s: float = 1200) -> list[dict[str, Any]]:
     """Run a script of the package's tests in vLLM's environment, and return what it prints."""

@@ -6,12 +6,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import cast
 from xml.etree import ElementTree as ET
 
 import pytest
-
-from tests import conftest
 
 TESTS = Path(__file__).parents[1]
 SHOW_SETTINGS = """
@@ -151,47 +148,3 @@ def test_side_by_side_a_process_that_fails_after_its_last_test_is_a_failure(tmp_
     found, said = _outcomes(tmp_path, "-W", "error", files=AFTER_ITS_LAST_TEST[why])
     assert found == {"test_last.test_passes": "passed", "side_by_side.process 0": "failure"}
     assert why in said
-
-
-class Item:
-    """A collected test, as far as it matters for its group."""
-
-    def __init__(self, path: str, *fixturenames: str, marker: str | None = None) -> None:
-        self.path, self.fixturenames, self.nodeid = Path(path), fixturenames, f"{path}::test"
-        self.group = ""
-        self._marker = marker
-
-    def get_closest_marker(self, name: str) -> str | None:
-        return name if name == self._marker else None
-
-    def add_marker(self, marker: pytest.MarkDecorator) -> None:
-        (self.group,) = marker.args
-
-
-def test_real_parts_are_grouped_by_engine_or_file_and_those_that_take_longest_begin() -> None:
-    """Whatever has a real engine is beside its other tests, and nothing else builds in the checkout meanwhile."""
-    items = [
-        Item("tests/e2e/test_site.py"),
-        Item("tests/real/test_alerts.py"),
-        Item("tests/real/test_both.py", "sglang", "vllm"),
-        Item("tests/real/test_packages.py"),
-        Item("tests/real/test_sglang.py", "sglang"),
-        Item("tests/unit/test_cli.py"),
-    ]
-    conftest.pytest_collection_modifyitems(cast("list[pytest.Item]", items))
-    assert [(item.path.stem, item.group) for item in items] == [
-        ("test_cli", ""),
-        ("test_both", "vllm"),
-        ("test_sglang", "sglang"),
-        ("test_site", "checkout"),
-        ("test_packages", "checkout"),
-        ("test_alerts", "real/test_alerts"),
-    ]
-
-
-def test_real_part_that_would_not_be_collected_is_an_error() -> None:
-    """Only two folders are collected for them."""
-    with pytest.raises(pytest.UsageError, match="is real, and not in a folder"):
-        conftest.pytest_collection_modifyitems(
-            cast("list[pytest.Item]", [Item("tests/integration/test_cli.py", marker="real")])
-        )
