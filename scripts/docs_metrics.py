@@ -26,7 +26,7 @@ from thunderagent.proxy.gate.keys.quotas import Quotas
 from thunderagent.proxy.gate.rate_limit import RateLimits
 from thunderagent.proxy.judge import Judge, JudgeCollector
 from thunderagent.proxy.judge.judge import Asker
-from thunderagent.proxy.turns.prefixes import PrefixCollector
+from thunderagent.proxy.turns.exact_prefixes import PrefixCollector
 from thunderagent.proxy.watch.autoscaling import AutoscalingCollector
 from thunderagent.proxy.watch.metrics import StateCollector
 from thunderagent.proxy.watch.open_files import OpenFiles

@@ -20,7 +20,7 @@ from thunderagent.proxy.reading.capture import Capture, Captured, ask
 from thunderagent.proxy.reading.exact_prefix import Chat, Prefix, Refused
 from thunderagent.proxy.reading.outline import read_aside
 from thunderagent.proxy.reading.taken import Taken
-from thunderagent.proxy.turns.prefixes import Answered, ExactPrefixes, Supplied
+from thunderagent.proxy.turns.exact_prefixes import Answered, ExactPrefixes, Supplied
 from thunderagent.proxy.turns.record import Record
 from thunderagent.proxy.watch.rollouts import Rollouts
 from thunderagent.proxy.wire.headers import REQUEST_ID
