@@ -122,6 +122,13 @@ SIBLINGS: Final = "siblings"
 MEASURED: Final = frozenset((TURNS, COUNTERS))
 
 
+Done = tuple[float, float, float]
+"""Iterations, computed and generated tokens."""
+
+Row = tuple[float, float, float, float, float]
+"""What an equation is made of: turns, iterations, computed, generated and loaded tokens."""
+
+
 class SeenTurn:
     """What a replica's turn did to its engine, as far as it was seen."""
 
@@ -389,7 +396,8 @@ class Price:
         if self._polls_since_fit < WINDOW_COUNT:
             return False
         self._polls_since_fit = 0
-        found = Solution([row[:4] for row in self._polls], [row[4] for row in self._polls], 1.0, passes_count=4)
+        rows = [(row[0], row[1], row[2], row[3], 0.0) for row in self._polls]
+        found = Solution(rows, [row[4] for row in self._polls], 1.0, size=4, passes_count=4)
         _, iteration_s, token_s, sequence_s = found.prices
         sure_s = SURE_RATIO * found.error_token_s
         self._by_counters = Bounds(
@@ -647,29 +655,31 @@ class Fit:
     ) -> list[float]:
         """Place what was computed by the present prices, fit anew, and return how long each turn generated."""
         line = Timeline(turns, tokens, self.token_s, generating_s, self._size_ratios)
-        rows: list[list[float]] = []
+        rows: list[Row] = []
         times_s: list[float] = []
         for index in chosen:
             turn, first_s, size_ratio = turns[index], line.firsts_s[index], self._size_ratios[index]
             prompt_tokens, output_tokens = float(tokens[index]), float(turn.output_tokens)
+            loaded_tokens = float(turn.loaded_tokens)
+            at_begin, at_end = line.at(turn.granted_s), line.at_ends[index]
             if turn.first_s < 0:
-                _, computed, generated = line.done(turn.granted_s, turn.ended_s)
-                row = [1.0, output_tokens, max(prompt_tokens, computed), max(size_ratio * output_tokens, generated)]
-                rows.append([*row, float(turn.loaded_tokens)])
+                _, computed, generated = since(at_begin, at_end)
+                computed, generated = max(prompt_tokens, computed), max(size_ratio * output_tokens, generated)
+                rows.append((1.0, output_tokens, computed, generated, loaded_tokens))
                 times_s.append(turn.ended_s - turn.granted_s)
                 continue
-            iterations, computed, generated = line.done(turn.granted_s, first_s)
-            row = [1.0, 1.0 + iterations, max(prompt_tokens, computed), size_ratio + generated]
-            rows.append([*row, float(turn.loaded_tokens)])
+            at_first = line.at_firsts[index]
+            iterations, computed, generated = since(at_begin, at_first)
+            computed = max(prompt_tokens, computed)
+            rows.append((1.0, 1.0 + iterations, computed, size_ratio + generated, loaded_tokens))
             times_s.append(first_s - turn.granted_s)
             if output_tokens > SHORT_TOKENS:
-                _, computed, generated = line.done(first_s, turn.ended_s)
+                _, computed, generated = since(at_first, at_end)
                 generated = max(size_ratio * (output_tokens - 1.0), generated)
-                rows.append([0.0, output_tokens - 1.0, computed, generated, 0.0])
+                rows.append((0.0, output_tokens - 1.0, computed, generated, 0.0))
                 times_s.append(turn.ended_s - first_s)
-        if not any(turn.loaded_tokens for turn in turns):
-            rows = [row[:4] for row in rows]
-        found = Solution(rows, times_s, _overlap(turns, chosen), passes_count=4 if last else 2)
+        size = 5 if any(turn.loaded_tokens for turn in turns) else 4
+        found = Solution(rows, times_s, _overlap(turns, chosen), size=size, passes_count=4 if last else 2)
         self.iteration_s, self.token_s, self.sequence_s = found.prices[1:4]
         self.error_token_s, self.relative_error = found.error_token_s, found.relative_error
         quickest_s = 0.0
@@ -677,8 +687,9 @@ class Fit:
             left_s = [max(0.0, _until(turn) - self.token_s * each) for turn, each in zip(turns, tokens, strict=True)]
             quickest_s = _quantile([each / turn.output_tokens for each, turn in zip(left_s, turns, strict=True)], 0.05)
         took_s = []
-        for turn, first_s, size_ratio in zip(turns, line.firsts_s, self._size_ratios, strict=True):
-            _, computed, generated = line.done(first_s, turn.ended_s)
+        for index, turn in enumerate(turns):
+            _, computed, generated = since(line.at_firsts[index], line.at_ends[index])
+            size_ratio = self._size_ratios[index]
             own_s = self.iteration_s * turn.output_tokens + self.token_s * computed
             own_s += self.sequence_s * max(size_ratio * turn.output_tokens, generated)
             took_s.append(max(own_s, quickest_s * turn.output_tokens))
@@ -688,13 +699,13 @@ class Fit:
 class Solution:
     """Prices of what rows are made of, by robust least squares of their times; none is negative.
 
-    A row has turns, iterations, computed tokens, generated tokens, and perhaps loaded tokens.
+    A row has turns, iterations, computed tokens, generated tokens and loaded tokens; only the first `size` count.
     """
 
     __slots__ = ("error_token_s", "prices", "relative_error")
 
     def __init__(
-        self, rows: list[list[float]], times_s: list[float], overlap_count: float, *, passes_count: int
+        self, rows: list[Row], times_s: list[float], overlap_count: float, *, size: int, passes_count: int
     ) -> None:
         """Find them; so many rows at a time tell of the same."""
         weights = [1.0] * len(rows)
@@ -703,21 +714,21 @@ class Solution:
         residuals: list[float] = []
         usual_s = 0.0
         for _ in range(passes_count):
-            squares, products = _normal(rows, times_s, weights)
+            squares, products = _normal(rows, times_s, weights, size)
             squares[0][0] += outside_weight
             prices = not_negative(squares, products)
+            turn_s, iteration_s, token_s, sequence_s = prices[0], prices[1], prices[2], prices[3]
+            loaded_s = prices[4] if size > 4 else 0.0
             residuals = []
             for row, time_s in zip(rows, times_s, strict=True):
-                expected_s = 0.0
-                for price, amount in zip(prices, row, strict=True):
-                    expected_s += price * amount
-                residuals.append(time_s - expected_s)
+                a, b, c, d, e = row
+                residuals.append(time_s - (turn_s * a + iteration_s * b + token_s * c + sequence_s * d + loaded_s * e))
             usual_s = max(1e-9, 1.48 * _quantile([abs(each) for each in residuals], 0.5))
             weights = [min(1.0, HUBER * usual_s / max(abs(each), 1e-12)) for each in residuals]
             outside_weight = (usual_s / OUTSIDE_S) ** 2
         self.prices = prices
         clipped = sum([min(each * each, 9 * usual_s * usual_s) for each in residuals])
-        squares, _ = _normal(rows, times_s, weights)
+        squares, _ = _normal(rows, times_s, weights, size)
         squares[0][0] += outside_weight
         self.error_token_s = sqrt(clipped / len(rows) * overlap_count * inverse_at(squares, 2))
         self.relative_error = sqrt(clipped / max(1e-12, sum([each * each for each in times_s])))
@@ -726,7 +737,7 @@ class Solution:
 class Timeline:
     """When a replica computed which prompts and generated which tokens, by its turns and the present prices."""
 
-    __slots__ = ("_clock", "_computed", "_generated", "_iterations", "firsts_s")
+    __slots__ = ("_clock", "_computed", "_generated", "_iterations", "at_ends", "at_firsts", "firsts_s")
 
     def __init__(
         self,
@@ -763,15 +774,21 @@ class Timeline:
             running_count = (running.at(end) - running.at(first)) / (end - first) if end > first else 1.0
             iterations.append((first, end, output_tokens / max(1.0, running_count)))
         self._iterations = Curve(iterations)
+        self.at_firsts = [self._at(first_s, output[0]) for first_s, output in zip(self.firsts_s, outputs, strict=True)]
+        """What was done until the first token of each turn, and until its end."""
+        self.at_ends = [self._at(turn.ended_s, output[1]) for turn, output in zip(turns, outputs, strict=True)]
 
-    def done(self, from_s: float, to_s: float) -> tuple[float, float, float]:
-        """Return the iterations, the computed and the generated tokens of all turns between two times."""
-        begin, end = self._clock.at(from_s), self._clock.at(to_s)
-        return (
-            self._iterations.at(end) - self._iterations.at(begin),
-            self._computed.at(to_s) - self._computed.at(from_s),
-            self._generated.at(end) - self._generated.at(begin),
-        )
+    def at(self, time_s: float) -> Done:
+        """Return what all turns did until a time."""
+        return self._at(time_s, self._clock.at(time_s))
+
+    def _at(self, time_s: float, clock_s: float) -> Done:
+        return self._iterations.at(clock_s), self._computed.at(time_s), self._generated.at(clock_s)
+
+
+def since(begin: Done, end: Done) -> Done:
+    """Return what was done between two times."""
+    return end[0] - begin[0], end[1] - begin[1], end[2] - begin[2]
 
 
 class Curve:
@@ -832,22 +849,21 @@ def by_sums(turns: list[SeenTurn], busy_s: list[float]) -> Bounds | None:
 
     `turns` are in the order of their ends, until each of which some were in flight for `busy_s`. Cost: O(n · overlap).
     """
-    rows: list[list[float]] = []
+    rows: list[Row] = []
     computed_tokens = output_tokens = 0.0
     for turn in turns:
         if turn.least_tokens < turn.computed_tokens or turn.loaded_tokens:
             return None
         computed_tokens += turn.computed_tokens
         output_tokens += turn.output_tokens
-        rows.append([1.0, computed_tokens, output_tokens])
-    squares, products = _normal(rows, busy_s, [1.0] * len(rows))
+        rows.append((1.0, computed_tokens, output_tokens, 0.0, 0.0))
+    squares, products = _normal(rows, busy_s, [1.0] * len(rows), 3)
     if not _vary(squares):
         return None
     before_s, token_s, output_s = not_negative(squares, products)
     if not token_s:
         return None
     if not output_s:
-        rows = [row[:2] for row in rows]
         squares = [row[:2] for row in squares[:2]]
     scales = [sqrt(squares[index][index]) for index in range(len(squares))]
     matrix = [
@@ -860,7 +876,9 @@ def by_sums(turns: list[SeenTurn], busy_s: list[float]) -> Bounds | None:
     """By how much the error of each row moves the price."""
     for row, time_s in zip(rows, busy_s, strict=True):
         expected_s = before_s + token_s * row[1] + (output_s * row[2] if output_s else 0.0)
-        effects.append((time_s - expected_s) * sum([share * amount for share, amount in zip(shares, row, strict=True)]))
+        effects.append(
+            (time_s - expected_s) * sum([share * amount for share, amount in zip(shares, row, strict=False)])
+        )
     free_ratio = len(rows) / max(1, len(rows) - len(scales))
     sure_s = SURE_RATIO * sqrt(free_ratio) * _error_of_sum(effects, int(_overlap(turns, list(range(len(turns))))))
     if sure_s > token_s * CLOSE_RATIO:
@@ -968,23 +986,46 @@ def _eliminated(matrix: list[list[float]]) -> list[float]:
 
 
 def _normal(
-    rows: list[list[float]], times_s: list[float], weights: list[float]
+    rows: list[Row], times_s: list[float], weights: list[float], size: int
 ) -> tuple[list[list[float]], list[float]]:
-    """Return the normal equations of weighted rows."""
-    size = len(rows[0])
-    squares = [[0.0] * size for _ in range(size)]
-    products = [0.0] * size
+    """Return the normal equations of weighted rows. They are written out: compiled, numbers in names are no objects."""
+    aa = ab = ac = ad = ae = bb = bc = bd = be = cc = cd = ce = dd = de = ee = 0.0
+    at = bt = ct = dt = et = 0.0
     for row, time_s, weight in zip(rows, times_s, weights, strict=True):
-        for i in range(size):
-            weighted = weight * row[i]
-            products[i] += weighted * time_s
-            squared = squares[i]
-            for j in range(i, size):
-                squared[j] += weighted * row[j]
-    for i in range(size):
-        for j in range(i):
-            squares[i][j] = squares[j][i]
-    return squares, products
+        a, b, c, d, e = row
+        weighted = weight * a
+        at += weighted * time_s
+        aa += weighted * a
+        ab += weighted * b
+        ac += weighted * c
+        ad += weighted * d
+        ae += weighted * e
+        weighted = weight * b
+        bt += weighted * time_s
+        bb += weighted * b
+        bc += weighted * c
+        bd += weighted * d
+        be += weighted * e
+        weighted = weight * c
+        ct += weighted * time_s
+        cc += weighted * c
+        cd += weighted * d
+        ce += weighted * e
+        weighted = weight * d
+        dt += weighted * time_s
+        dd += weighted * d
+        de += weighted * e
+        weighted = weight * e
+        et += weighted * time_s
+        ee += weighted * e
+    squares = [
+        [aa, ab, ac, ad, ae],
+        [ab, bb, bc, bd, be],
+        [ac, bc, cc, cd, ce],
+        [ad, bd, cd, dd, de],
+        [ae, be, ce, de, ee],
+    ]
+    return [row[:size] for row in squares[:size]], [at, bt, ct, dt, et][:size]
 
 
 def _overlap(turns: list[SeenTurn], chosen: list[int]) -> float:
