@@ -54,10 +54,10 @@ from thunderagent.proxy.routing import (
     front_of,
     own_parts_of,
 )
+from thunderagent.proxy.turns.exact_prefixes import MEMORY_RATIO, ExactPrefixes, PrefixCollector
 from thunderagent.proxy.turns.fence import Fence, FenceSettings
 from thunderagent.proxy.turns.flow import Turns, TurnSettings
 from thunderagent.proxy.turns.models import Models
-from thunderagent.proxy.turns.exact_prefixes import MEMORY_RATIO, ExactPrefixes, PrefixCollector
 from thunderagent.proxy.turns.recording import Recording
 from thunderagent.proxy.turns.side_calls import SideCalls
 from thunderagent.proxy.watch.autoscaling import AutoscalingCollector
