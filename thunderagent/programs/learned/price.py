@@ -397,7 +397,7 @@ class Price:
             return False
         self._polls_since_fit = 0
         rows = [(row[0], row[1], row[2], row[3], 0.0) for row in self._polls]
-        found = Solution(rows, [row[4] for row in self._polls], 1.0, size=4, passes_count=4)
+        found = Solution(rows, [row[4] for row in self._polls], 1.0, columns_count=4, passes_count=4)
         _, iteration_s, token_s, sequence_s = found.prices
         sure_s = SURE_RATIO * found.error_token_s
         self._by_counters = Bounds(
@@ -678,8 +678,10 @@ class Fit:
                 generated = max(size_ratio * (output_tokens - 1.0), generated)
                 rows.append((0.0, output_tokens - 1.0, computed, generated, 0.0))
                 times_s.append(turn.ended_s - first_s)
-        size = 5 if any(turn.loaded_tokens for turn in turns) else 4
-        found = Solution(rows, times_s, _overlap(turns, chosen), size=size, passes_count=4 if last else 2)
+        columns_count = 5 if any(turn.loaded_tokens for turn in turns) else 4
+        found = Solution(
+            rows, times_s, _overlap(turns, chosen), columns_count=columns_count, passes_count=4 if last else 2
+        )
         self.iteration_s, self.token_s, self.sequence_s = found.prices[1:4]
         self.error_token_s, self.relative_error = found.error_token_s, found.relative_error
         quickest_s = 0.0
@@ -699,13 +701,13 @@ class Fit:
 class Solution:
     """Prices of what rows are made of, by robust least squares of their times; none is negative.
 
-    A row has turns, iterations, computed tokens, generated tokens and loaded tokens; only the first `size` count.
+    A row has turns, iterations, computed tokens, generated tokens and loaded tokens; only the first `columns_count` count.
     """
 
     __slots__ = ("error_token_s", "prices", "relative_error")
 
     def __init__(
-        self, rows: list[Row], times_s: list[float], overlap_count: float, *, size: int, passes_count: int
+        self, rows: list[Row], times_s: list[float], overlap_count: float, *, columns_count: int, passes_count: int
     ) -> None:
         """Find them; so many rows at a time tell of the same."""
         weights = [1.0] * len(rows)
@@ -714,11 +716,11 @@ class Solution:
         residuals: list[float] = []
         usual_s = 0.0
         for _ in range(passes_count):
-            squares, products = _normal(rows, times_s, weights, size)
+            squares, products = _normal(rows, times_s, weights, columns_count)
             squares[0][0] += outside_weight
             prices = not_negative(squares, products)
             turn_s, iteration_s, token_s, sequence_s = prices[0], prices[1], prices[2], prices[3]
-            loaded_s = prices[4] if size > 4 else 0.0
+            loaded_s = prices[4] if columns_count > 4 else 0.0
             residuals = []
             for row, time_s in zip(rows, times_s, strict=True):
                 a, b, c, d, e = row
@@ -728,7 +730,7 @@ class Solution:
             outside_weight = (usual_s / OUTSIDE_S) ** 2
         self.prices = prices
         clipped = sum([min(each * each, 9 * usual_s * usual_s) for each in residuals])
-        squares, _ = _normal(rows, times_s, weights, size)
+        squares, _ = _normal(rows, times_s, weights, columns_count)
         squares[0][0] += outside_weight
         self.error_token_s = sqrt(clipped / len(rows) * overlap_count * inverse_at(squares, 2))
         self.relative_error = sqrt(clipped / max(1e-12, sum([each * each for each in times_s])))
@@ -986,7 +988,7 @@ def _eliminated(matrix: list[list[float]]) -> list[float]:
 
 
 def _normal(
-    rows: list[Row], times_s: list[float], weights: list[float], size: int
+    rows: list[Row], times_s: list[float], weights: list[float], columns_count: int
 ) -> tuple[list[list[float]], list[float]]:
     """Return the normal equations of weighted rows. They are written out: compiled, numbers in names are no objects."""
     aa = ab = ac = ad = ae = bb = bc = bd = be = cc = cd = ce = dd = de = ee = 0.0
@@ -1025,7 +1027,7 @@ def _normal(
         [ad, bd, cd, dd, de],
         [ae, be, ce, de, ee],
     ]
-    return [row[:size] for row in squares[:size]], [at, bt, ct, dt, et][:size]
+    return [row[:columns_count] for row in squares[:columns_count]], [at, bt, ct, dt, et][:columns_count]
 
 
 def _overlap(turns: list[SeenTurn], chosen: list[int]) -> float:
