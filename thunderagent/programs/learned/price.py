@@ -701,7 +701,7 @@ class Fit:
 class Solution:
     """Prices of what rows are made of, by robust least squares of their times; none is negative.
 
-    A row has turns, iterations, computed tokens, generated tokens and loaded tokens; only the first `columns_count` count.
+    A row has turns, iterations, computed, generated and loaded tokens, of which the first `columns_count` are fitted.
     """
 
     __slots__ = ("error_token_s", "prices", "relative_error")
