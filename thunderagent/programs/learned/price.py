@@ -878,9 +878,9 @@ def by_sums(turns: list[SeenTurn], busy_s: list[float]) -> Bounds | None:
     """By how much the error of each row moves the price."""
     for row, time_s in zip(rows, busy_s, strict=True):
         expected_s = before_s + token_s * row[1] + (output_s * row[2] if output_s else 0.0)
-        effects.append(
-            (time_s - expected_s) * sum([share * amount for share, amount in zip(shares, row, strict=False)])
-        )
+        amounts = row[: len(shares)]
+        effect = sum([share * amount for share, amount in zip(shares, amounts, strict=True)])
+        effects.append((time_s - expected_s) * effect)
     free_ratio = len(rows) / max(1, len(rows) - len(scales))
     sure_s = SURE_RATIO * sqrt(free_ratio) * _error_of_sum(effects, int(_overlap(turns, list(range(len(turns))))))
     if sure_s > token_s * CLOSE_RATIO:
