@@ -82,6 +82,20 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 20, 50)  # with Python's default of 700 it took a tenth of all tests' time
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport() -> Iterator[None]:
+    """Collect no garbage while a failure is reported.
+
+    Python 3.11 ends the run if garbage that is collected while sources are parsed parses some itself, as the traceback
+    of a task that nobody awaited does (python/cpython, issue 106905).
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 @pytest.fixture(scope="session")
 def require_real() -> Callable[[str], NoReturn]:
     """Skip a test that lacks a real part: `if shutil.which("docker") is None: require_real("no Docker")`.

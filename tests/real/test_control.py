@@ -191,24 +191,29 @@ async def test_no_turn_runs_into_a_command_whose_caller_leaves(
                 choices = answer.json().get("choices") or [{}]
                 answered.append((answer.status_code, str(choices[0].get("finish_reason"))))
 
-        rollouts = [asyncio.create_task(rollout(number)) for number in range(4)]
-        await until(lambda: asyncio.sleep(0, len(answered) >= 8))
-        await ask_and_leave(client, proxy_of_one, call)
-
         async def is_quiet() -> bool:
-            queue = (await client.get(f"{proxy_of_one.url}/queue")).json()
+            held_count = (await client.get(f"{proxy_of_one.url}/queue")).json()["turns_held_count"]
             runs = (await metrics(client, engine.url))["vllm:num_requests_running"]
-            return runs == 0 and bool(queue["turns_held_count"]) and cause in await suspended_for(client, proxy_of_one)
+            return runs == 0 and bool(held_count) and cause in await suspended_for(client, proxy_of_one)
 
-        await until(is_quiet)
-        ran_count = len(answered)
-        await asyncio.sleep(PAUSE_S)
-        assert len(answered) == ran_count
-        assert [cause] == await suspended_for(client, proxy_of_one)
-        assert (await client.post(f"{proxy_of_one.url}{undo}")).status_code == 200
-        await until(lambda: asyncio.sleep(0, len(answered) >= ran_count + 8))
-        over.set()
-        await asyncio.gather(*rollouts)
+        async with asyncio.TaskGroup() as group:
+            for number in range(4):
+                group.create_task(rollout(number))
+            try:
+                await until(lambda: asyncio.sleep(0, len(answered) >= 8))
+                await ask_and_leave(client, proxy_of_one, call)
+                # Of the four, those whose turn the engine had not begun wait there; this one is late.
+                group.create_task(rollout(4))
+                await until(is_quiet)
+                ran_count = len(answered)
+                await asyncio.sleep(PAUSE_S)
+                assert len(answered) == ran_count
+                assert [cause] == await suspended_for(client, proxy_of_one)
+            finally:  # a failure leaves no engine asleep
+                enough = len(answered) + 8
+                assert (await client.post(f"{proxy_of_one.url}{undo}")).status_code == 200
+                await until(lambda: asyncio.sleep(0, len(answered) >= enough))
+                over.set()
         ends = Counter(answered)
         assert ends.pop((200, "abort"), 0) <= 4, "what was in flight is aborted by a sleep"
         assert set(ends) <= {(200, "length"), (200, "stop")}
@@ -251,15 +256,18 @@ async def test_no_turn_runs_into_new_weights_whose_caller_leaves(engine: RealEng
             await tell("/reset_prefix_cache")
             expected.add(await text(proxy_of_one.url, "alone"))
         assert len(expected) == 2, "the two models differ"
-        rollouts = [asyncio.create_task(rollout(number)) for number in range(4)]
-        for number in range(6):
-            enough = texts.total() + 8
-            await until(lambda enough=enough: asyncio.sleep(0, texts.total() >= enough))
-            await tell("/pause?mode=wait")
-            await ask_and_leave(client, proxy_of_one, "/collective_rpc", json.dumps(weights(number)).encode())
-            await tell("/reset_prefix_cache")
-            await tell("/resume")
-        over.set()
-        await asyncio.gather(*rollouts)
+        async with asyncio.TaskGroup() as group:
+            for number in range(4):
+                group.create_task(rollout(number))
+            try:
+                for number in range(6):
+                    enough = texts.total() + 8
+                    await until(lambda enough=enough: asyncio.sleep(0, texts.total() >= enough))
+                    await tell("/pause?mode=wait")
+                    await ask_and_leave(client, proxy_of_one, "/collective_rpc", json.dumps(weights(number)).encode())
+                    await tell("/reset_prefix_cache")
+                    await tell("/resume")
+            finally:
+                over.set()
         assert set(texts) == expected
         await client.post(f"{proxy_of_one.url}/programs/release", json={"all": True})
