@@ -7,6 +7,7 @@
 | h3 | a first try: short programs, all at once | two as `thunderagent serve` brings, 16,000 tokens each |
 | h5 | as h1 | two, of one of which nobody knows how much it holds |
 | real | the standard load | as the real vLLM of `scripts/bench real` |
+| uneven | middle-sized programs that fit, or are twice too many | two: one is smaller, slower, or both |
 | grid | middle-sized programs at 0.5 to 4 times the memory | cheap or dear prefill; 1, 2 or 4 replicas |
 | recorded | recorded programs | middle-sized |
 
@@ -15,7 +16,7 @@ In a name, `whole` is for clients that do not stream, and `streamed` for those t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -25,7 +26,7 @@ from benchmarks.policy import AWAY_LIMIT_S, RealLoad, mean_context_tokens, progr
 from benchmarks.real import engine_model
 from benchmarks.real_engine import RealEngineConfig
 from thunderagent.simulator.engine.records import EngineConfig
-from thunderagent.simulator.engine.timing import profile
+from thunderagent.simulator.engine.timing import COSTS_US, TimingProfile, profile
 from thunderagent.simulator.runs.scenario import Scenario
 from thunderagent.simulator.workloads.distributions import (
     AgentWorkload,
@@ -121,6 +122,28 @@ def _batch(engine: EngineConfig, count: int, **changes: Any) -> Scenario:
     return Scenario(engine=engine, loop="batch", programs_count=count, horizon_s=LONGEST_BATCH_S, **changes)
 
 
+def slower(timing: TimingProfile, factor: float) -> TimingProfile:
+    """Return the timing of an engine on which all takes so many times as long."""
+    costs = {name: getattr(timing, name) * factor for name in COSTS_US.values()}
+    return replace(timing, **costs)
+
+
+def uneven() -> Iterator[tuple[str, Scenario]]:
+    """Yield names and scenarios of two replicas that differ."""
+    large, small_tokens, programs = embedded(65_536), 16_384, middle(Exponential(1.0), "short")
+    slow = replace(large, timing=slower(large.timing, 3.0))
+    context_tokens = mean_context_tokens(programs, large)
+    for what, last in (
+        ("memory", replace(large, kv_tokens=small_tokens)),
+        ("speed", slow),
+        ("both", replace(slow, kv_tokens=small_tokens)),
+    ):
+        for name, load in (("fits", 0.4), ("full", 2.0)):
+            count = programs_at(load, large.capacity_tokens + last.capacity_tokens, context_tokens)
+            scenario = _closed(large, count, 240.0, replica_count=2, last_engine=last, answers_whole=True)
+            yield f"uneven-{what}-{name}-whole", scenario
+
+
 @cache
 def cells(traces: Path | None = None) -> tuple[Cell, ...]:
     """Return all cells; `traces` are recorded programs for one more."""
@@ -172,6 +195,8 @@ def cells(traces: Path | None = None) -> tuple[Cell, ...]:
                         add(f"{name}-whole", replace(scenario, answers_whole=True), programs)
             silent = _closed(engine, programs_at(2.0, engine.capacity_tokens, context_tokens), 240.0, release_ratio=0.0)
             add(f"grid-{price}-{tools}-silent-whole", replace(silent, answers_whole=True), programs)
+    for name, scenario in uneven():
+        add(name, scenario, middle(Exponential(1.0), "short"))
     if traces is not None:
         engine = replace(mocker(262_144), block_size=64)
         trace = load_recorded(traces, Limits(context_tokens=engine.context_limit_tokens, away_s=AWAY_LIMIT_S))

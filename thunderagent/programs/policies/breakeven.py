@@ -35,7 +35,8 @@ Where nothing is worth holding and lost tokens cost little, the last one may exc
 leave memory unused, in which a turn could run (`learned/holding.py`).
 
 **Home.** A program goes back to the replica with its history, if there is room. If not, it goes where a new one would:
-of the replicas where it fits, to the one with fewest programs for its memory.
+of the replicas where it fits, to the one with fewest turns in flight, or with fewest programs for its memory where that
+would not do for one more, each of mean size.
 
 If memory is not short, none of this has an effect: every turn is granted at once. A program that is larger than every
 replica is let in at once, too, and so is one that would be alone on a replica: the engine decides what it can do with

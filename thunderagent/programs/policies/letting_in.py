@@ -335,20 +335,30 @@ class LettingIn:
         roomiest: Replica,
         foresees: bool,
     ) -> Replica:
-        """Return the replica with fewest programs for its memory, of `roomiest` and those with room as things stand.
+        """Return the least crowded replica, of `roomiest` and those with room as things stand.
 
-        Among equals it is the one with most room. Turns slow each other down, and claims do not tell how many there
-        are: what programs share counts once, so a replica with many seems to have as much room as one with few.
+        While there is memory for all programs and one more, each of mean size, that is the one with fewest turns in
+        flight: turns slow each other down, whatever the memory. After that it is the one with fewest programs for its
+        memory. Among equals it is the one with most room. Claims do not tell how many programs there are: what they
+        share counts once, so a replica with many seems to have as much room as one with few.
         """
-        found, fewest, most_tokens = roomiest, _programs_by_memory(roomiest.account), inf
+        mean_tokens = program.claim_tokens + view.mean_growth_tokens
+        found, fewest, most_tokens = roomiest, self._crowd_on(roomiest.account, mean_tokens), inf
         for replica in candidates:
-            count = _programs_by_memory(replica.account)
+            count = self._crowd_on(replica.account, mean_tokens)
             if count > fewest or replica is reserved or (count == fewest and found is roomiest):
                 continue
             needed_tokens, free_tokens, _ = self._measure(view, program, replica, foresees)
             if needed_tokens <= free_tokens and (count < fewest or free_tokens > most_tokens):
                 found, fewest, most_tokens = replica, count, free_tokens
         return found
+
+    def _crowd_on(self, account: Account, mean_tokens: float) -> tuple[bool, float, int]:
+        """Return whether memory is short there, and, in the order of their weight, how many share it."""
+        count = account.acting.count + account.turn_count  # a program with as many as it has turns
+        if (count + 1) * mean_tokens > self.low_ratio * account.limit_tokens:
+            return True, count / max(1.0, account.limit_tokens), 0
+        return False, account.turn_count, count
 
     def _free_tokens(self, account: Account, grown_tokens: float) -> float:
         """Return what nobody claims now or by growing; a program grows by `grown_tokens`, as far as foreseen."""
@@ -376,11 +386,6 @@ class LettingIn:
                 break
             if not view.propose_unmark(marked, Reason.RELIEVED):
                 break
-
-
-def _programs_by_memory(account: Account) -> float:
-    """Return the programs there for a token of memory, each with as many as it has turns; 0 if its size is unknown."""
-    return (account.acting.count + account.turn_count) / max(1.0, account.limit_tokens)
 
 
 def _enough(expired: Sequence[Program], tokens: float, grown_tokens: float) -> Sequence[Program]:

@@ -112,8 +112,8 @@ class Simulation:
         self._tools = ToolHost(scenario.tools, self._agenda, seed=scenario.seed, needs=self._needs)
         self._tokens = TokenSpace(scenario.engine.block_size)
         self._replicas = {
-            replica_id: SimulatedReplica(replica_id, scenario.engine, self._agenda, self)
-            for replica_id in scenario.replica_ids
+            replica_id: SimulatedReplica(replica_id, engine, self._agenda, self)
+            for replica_id, engine in scenario.engines.items()
         }
         self._tally = Tally(scenario, self.scheduler, self._replicas)
         self._decision_counts: Counter[tuple[type[Decision], str]] = Counter()

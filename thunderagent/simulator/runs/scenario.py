@@ -85,8 +85,9 @@ class Scenario:
     else. `engine_tells_work` is for engines that count what their iterations compute, as vLLM; SGLang and Dynamo's
     mocker do not. Of the first `unknown_replica_count` replicas nobody said how much they hold. `answers_whole` is for
     clients that do not stream: the scheduler hears of a turn when it is granted and when it ends, and of nothing in
-    between. Prompts have `bytes_per_token` bytes a token; with 4, the scheduler's first guess, it estimates each
-    exactly.
+    between. `last_engine` is the last replica's, if that is smaller or slower than the others; the bounds are those of
+    replicas that are all as the first. Prompts have `bytes_per_token` bytes a token; with 4, the scheduler's first
+    guess, it estimates each exactly.
     A poll's answer comes `poll_delay_s` after it was read, and `poll_missing_ratio` of them do not come at all: what
     was counted meanwhile comes with the next.
     `engines_drop` is for engines that could be told whose blocks are worth least: those of a program that is paused or
@@ -97,6 +98,7 @@ class Scenario:
 
     engine: EngineConfig
     replica_count: int = 1
+    last_engine: EngineConfig | None = None
     loop: Loop = "closed"
     programs_count: int = 16
     horizon_s: float = 3600.0
@@ -150,6 +152,7 @@ class Scenario:
             raise ConfigurationError(
                 f"unknown_replica_count must be from 0 to {self.replica_count}, got {self.unknown_replica_count}"
             )
+        self._check_last_engine()
         if self.loop not in get_args(Loop):
             raise ConfigurationError(f"loop must be one of {', '.join(get_args(Loop))}, got {self.loop!r}")
         for outage in self.outages:
@@ -158,10 +161,27 @@ class Scenario:
                     f"impossible outage {outage}: replicas are {', '.join(self.replica_ids)}, and up_s follows down_s"
                 )
 
+    def _check_last_engine(self) -> None:
+        last, first = self.last_engine, self.engine
+        if last is None:
+            return
+        if self.replica_count < 2 or last.block_size != first.block_size or last.kv_tokens > first.kv_tokens:
+            raise ConfigurationError(
+                "last_engine follows another replica, which has as large blocks and no less memory"
+            )
+
     @property
     def replica_ids(self) -> tuple[str, ...]:
         """Return the names of the replicas."""
         return tuple(f"{self.replica_prefix}{number}" for number in range(self.replica_count))
+
+    @property
+    def engines(self) -> dict[str, EngineConfig]:
+        """Return the engines of the replicas, by their names."""
+        found = dict.fromkeys(self.replica_ids, self.engine)
+        if self.last_engine is not None:
+            found[self.replica_ids[-1]] = self.last_engine
+        return found
 
     @property
     def tells_work(self) -> bool:

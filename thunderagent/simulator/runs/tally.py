@@ -212,7 +212,7 @@ class Tally:
         return parts
 
     def _replica_figures(self, now_s: float, turns: range) -> tuple[ReplicaFigures, ...]:
-        costs = self._costs(now_s)
+        costs, engines = self._costs(now_s), self._scenario.engines
         idle_s = self._idle_s()
         turn_counts = [0] * len(self._replicas)
         for turn in turns:
@@ -220,7 +220,7 @@ class Tally:
         return tuple(
             ReplicaFigures(
                 replica_id=replica_id,
-                capacity_tokens=self._scenario.engine.capacity_tokens,
+                capacity_tokens=engines[replica_id].capacity_tokens,
                 turn_count=turn_counts[self._replica_numbers[replica_id]],
                 preemption_count=replica.preemption_count - self._begin_preemption_counts[replica_id],
                 costs=difference(costs[replica_id], self._begin_costs[replica_id]),

@@ -791,6 +791,28 @@ def test_new_ones_go_where_fewest_programs_are_for_the_memory() -> None:
     assert homes == ["r1", "r0", "r1", "r1", "r0", "r1"]
 
 
+def test_while_all_fit_new_ones_go_where_fewest_turns_run() -> None:
+    """More memory computes no faster, and tools that run slow nobody down."""
+    driver = driver_with(replicas={"r0": 1000, "r1": 4000})
+    grown(driver, whole_tokens=30)
+    for number in range(6):
+        driver.arrives(f"p{number}", 20)
+    assert [driver.home(f"p{number}") for number in range(6)] == ["r1", "r0"] * 3
+    driver.takes_turn("tool", 20)
+    assert driver.home("tool") == "r1"
+    assert driver.granted_on[driver.arrives("beside it", 20)] == "r0"
+    assert driver.granted_on[driver.arrives("another", 20)] == "r1"
+
+
+def test_a_replica_without_memory_for_one_more_of_mean_size_counts_by_its_memory() -> None:
+    """It has fewest turns, and room for the program as it is, but not for all as they will be."""
+    driver = driver_with(replicas={"r0": 1000, "r1": 4000})
+    grown(driver, whole_tokens=400)
+    for number in range(6):
+        driver.arrives(f"p{number}", 20)
+    assert [driver.home(f"p{number}") for number in range(6)] == ["r1", "r0", "r1", "r0", "r1", "r1"]
+
+
 @pytest.mark.parametrize(("tokens", "home"), [(300, "r0"), (500, "r1")])
 def test_a_large_program_counts_as_one_where_there_is_room(tokens: int, home: str) -> None:
     """There is more room beside two small ones, but their turns slow each other down."""

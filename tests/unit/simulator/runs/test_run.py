@@ -33,7 +33,7 @@ from thunderagent.programs.policies.papers.thunderagent import ThunderAgent
 from thunderagent.programs.policy import Policy
 from thunderagent.programs.scheduler import Scheduler
 from thunderagent.simulator.engine.records import EngineConfig
-from thunderagent.simulator.engine.timing import TimingProfile, profile
+from thunderagent.simulator.engine.timing import COSTS_US, TimingProfile, profile
 from thunderagent.simulator.figures.figures import RunResult
 from thunderagent.simulator.runs.replicas import Outage
 from thunderagent.simulator.runs.run import Simulation, simulate
@@ -435,6 +435,22 @@ def test_engines_may_tell_nothing_but_a_given_capacity_and_some_not_even_that() 
         0,
         12,
     ]
+
+
+def test_the_last_engine_may_be_smaller_and_slower() -> None:
+    """The same turn takes twice as long there, and its poll says how much it holds."""
+    base = small(replica_count=2, keep_events=True, loop="batch", programs_count=2)
+    timing = base.engine.timing
+    slow = replace(timing, **{name: 2 * getattr(timing, name) for name in COSTS_US.values()})
+    last = replace(base.engine, kv_tokens=base.engine.kv_tokens // 2, timing=slow)
+    plans = [plan((10, 3, 0.0), name=name) for name in ("a", "b")]
+    result = simulate(replace(base, last_engine=last), Recorded(plans), Passthrough())
+    ends = [event for event, _ in result.events if isinstance(event, TurnEnd)]
+    assert len(ends) == 2
+    assert ends[1].now_s == pytest.approx(2 * ends[0].now_s)
+    polls = [event for event, _ in result.events if isinstance(event, ReplicaPolled)]
+    assert {each.replica_id: each.capacity_tokens for each in polls} == {"r0": 400, "r1": 200}
+    assert [each.capacity_tokens for each in result.replicas] == [400, 200]
 
 
 def test_prompts_have_as_many_bytes_a_token_as_the_scenario_says() -> None:
