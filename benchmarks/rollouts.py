@@ -54,6 +54,12 @@ ARMS: dict[str, tuple[str, ...]] = {
 }
 """Options of each; DIR is a new folder."""
 
+ASKS: dict[str, Json] = {
+    "asks ids": {"return_token_ids": True},
+    "asks logprobs": {"return_token_ids": True, "logprobs": True},
+}
+"""What a client asks for in its body, of the proxy of `off`."""
+
 
 def compact(value: object) -> bytes:
     """Return JSON as vLLM spells it."""
@@ -177,11 +183,14 @@ async def token_engine(turns: list[Turn]) -> AsyncIterator[int]:
         yield server.sockets[0].getsockname()[1]
 
 
-def requests_of(turns: list[Turn], port: int, run: int, *, stream: bool) -> Callable[[], bytes]:
-    """Return a function that returns the next request: many programs side by side, the turns of each in order."""
+def requests_of(turns: list[Turn], port: int, run: str, *, stream: bool, asked: Json) -> Callable[[], bytes]:
+    """Return a function that returns the next request: many programs side by side, the turns of each in order.
+
+    `asked` are further keys of their bodies.
+    """
     made = []
     for number, turn in enumerate(turns):
-        fields: Json = {"model": "instant", "seed": number, "stream": stream}
+        fields: Json = {"model": "instant", "seed": number, "stream": stream, **asked}
         if stream:
             fields["stream_options"] = {"include_usage": True}
         body = compact({**fields, "messages": turn.messages})
@@ -222,16 +231,19 @@ async def measure(args: argparse.Namespace) -> Json:
             started[name] = (port, process.pid)
         settling: dict[str, int] = {}
         for name, (port, pid) in started.items():
-            first = requests_of(turns, port, -1, stream=False)
+            first = requests_of(turns, port, "first", stream=False, asked={})
             await drive(port, first, connections_count=4, warmup_s=0.5, measure_s=2.0)
             for started_pid in children_of(pid):
                 settling[name] = started_pid
                 os.sched_setaffinity(started_pid, {1})
+        started |= dict.fromkeys(ASKS, started["off"])
         for number in range(args.rounds):
             for load in ("whole", "stream"):
                 for name in list(started)[:: 1 if number % 2 else -1]:
                     port, pid = started[name]
-                    counted = Counted(requests_of(turns, port, number, stream=load == "stream"))
+                    of_one = f"{number}-{name.replace(' ', '-')}"
+                    asked = ASKS.get(name, {})
+                    counted = Counted(requests_of(turns, port, of_one, stream=load == "stream", asked=asked))
                     child = settling.get(name)
                     began_s, child_began_s = cpu_s(pid), cpu_s(child) if child else 0.0
                     figures = await drive(port, counted, connections_count=16, warmup_s=0.5, measure_s=args.seconds)
@@ -241,7 +253,7 @@ async def measure(args: argparse.Namespace) -> Json:
                     figures["settle_us"] = ((cpu_s(child) if child else 0.0) - child_began_s) / counted.count * 1e6
                     figures["cpu_us"] = (cpu_s(pid) - began_s) / counted.count * 1e6
                     runs.setdefault(f"{name} {load}", []).append(figures)
-                    print(f"{name:9} {load:6} " + "  ".join(f"{key} {value:,.2f}" for key, value in figures.items()))
+                    print(f"{name:13} {load:6} " + "  ".join(f"{key} {value:,.2f}" for key, value in figures.items()))
         recorded = {name: await recorded_count(started[name][0]) for name in ("ids", "logprobs", "disk")}
         disk_bytes = sum(path.stat().st_size for path in (logs / "disk").iterdir())
     return {
@@ -276,14 +288,14 @@ async def recorded_count(port: int) -> dict[str, float]:
 
 
 def summary(runs: dict[str, list[dict[str, float]]]) -> dict[str, float]:
-    """Return what each arm adds to `off` in the same round."""
+    """Return what each arm adds in the same round to `off`, and recording to what asks for the same itself."""
     found: dict[str, float] = {}
     events_count = ANSWER_TOKENS + 3
     for load in ("whole", "stream"):
         off = runs[f"off {load}"]
         found[f"off_{load}_requests_per_s"] = median(run["requests_per_s"] for run in off)
         found[f"off_{load}_cpu_us"] = median(run["cpu_us"] for run in off)
-        for name in ("off again", "ids", "logprobs", "disk"):
+        for name in ("off again", *ASKS, "ids", "logprobs", "disk"):
             pairs = list(zip(runs[f"{name} {load}"], off, strict=True))
             title = f"{name.replace(' ', '_')}_{load}"
             found |= of_ratios(f"{title}_ratio", [on["requests_per_s"] / its["requests_per_s"] for on, its in pairs])
@@ -293,6 +305,11 @@ def summary(runs: dict[str, list[dict[str, float]]]) -> dict[str, float]:
             found[f"{title}_added_cpu_us"] = added_us
             if load == "stream":
                 found[f"{title}_added_cpu_us_per_event"] = added_us / events_count
+        for name in ("ids", "logprobs"):
+            pairs = list(zip(runs[f"{name} {load}"], runs[f"asks {name} {load}"], strict=True))
+            title = f"{name}_beside_asking_{load}"
+            found |= of_ratios(f"{title}_ratio", [on["requests_per_s"] / its["requests_per_s"] for on, its in pairs])
+            found |= of_ratios(f"{title}_cpu_ratio", [on["cpu_us"] / its["cpu_us"] for on, its in pairs])
     return found
 
 
