@@ -7,6 +7,7 @@
 | h3 | a first try: short programs, all at once | two as `thunderagent serve` brings, 16,000 tokens each |
 | h5 | as h1 | two, of one of which nobody knows how much it holds |
 | real | the standard load | as the real vLLM of `scripts/bench real` |
+| cold | the same, 16 programs in their first two minutes | the same |
 | uneven | middle-sized programs that fit, or are twice too many | two: one is smaller, slower, or both |
 | grid | middle-sized programs at 0.5 to 4 times the memory | cheap or dear prefill; 1, 2 or 4 replicas |
 | recorded | recorded programs | middle-sized |
@@ -180,6 +181,7 @@ def cells(traces: Path | None = None) -> tuple[Cell, ...]:
     )
     for count in (16, 4):
         both(f"real-{count}", _closed(real_engine(), count, 600.0), real_load(count))
+    both("cold", replace(_closed(real_engine(), 16, 90.0), horizon_s=110.0, warmup_s=20.0), real_load(16))
     for price, engine in (("cheap", mocker(32_768)), ("dear", replace(embedded(32_768), block_size=32))):
         for tools, tool in (("short", Exponential(1.0)), ("long", LONG_TOOLS)):
             programs = middle(tool, tools)
