@@ -241,9 +241,9 @@ async def measure(args: argparse.Namespace) -> Json:
             for load in ("whole", "stream"):
                 for name in list(started)[:: 1 if number % 2 else -1]:
                     port, pid = started[name]
-                    of_one = f"{number}-{name.replace(' ', '-')}"
+                    run = f"{number}-{name.replace(' ', '-')}"  # `off` has the programs of three arms
                     asked = ASKS.get(name, {})
-                    counted = Counted(requests_of(turns, port, of_one, stream=load == "stream", asked=asked))
+                    counted = Counted(requests_of(turns, port, run, stream=load == "stream", asked=asked))
                     child = settling.get(name)
                     began_s, child_began_s = cpu_s(pid), cpu_s(child) if child else 0.0
                     figures = await drive(port, counted, connections_count=16, warmup_s=0.5, measure_s=args.seconds)
@@ -298,8 +298,7 @@ def summary(runs: dict[str, list[dict[str, float]]]) -> dict[str, float]:
         for name in ("off again", *ASKS, "ids", "logprobs", "disk"):
             pairs = list(zip(runs[f"{name} {load}"], off, strict=True))
             title = f"{name.replace(' ', '_')}_{load}"
-            found |= of_ratios(f"{title}_ratio", [on["requests_per_s"] / its["requests_per_s"] for on, its in pairs])
-            found |= of_ratios(f"{title}_cpu_ratio", [on["cpu_us"] / its["cpu_us"] for on, its in pairs])
+            found |= ratios(title, pairs)
             found[f"{title}_settle_us"] = median(on["settle_us"] for on, _ in pairs)
             added_us = median(on["cpu_us"] - its["cpu_us"] for on, its in pairs)
             found[f"{title}_added_cpu_us"] = added_us
@@ -307,10 +306,14 @@ def summary(runs: dict[str, list[dict[str, float]]]) -> dict[str, float]:
                 found[f"{title}_added_cpu_us_per_event"] = added_us / events_count
         for name in ("ids", "logprobs"):
             pairs = list(zip(runs[f"{name} {load}"], runs[f"asks {name} {load}"], strict=True))
-            title = f"{name}_beside_asking_{load}"
-            found |= of_ratios(f"{title}_ratio", [on["requests_per_s"] / its["requests_per_s"] for on, its in pairs])
-            found |= of_ratios(f"{title}_cpu_ratio", [on["cpu_us"] / its["cpu_us"] for on, its in pairs])
+            found |= ratios(f"{name}_beside_asking_{load}", pairs)
     return found
+
+
+def ratios(title: str, pairs: list[tuple[dict[str, float], dict[str, float]]]) -> dict[str, float]:
+    """Return the requests a second and the processor time of one arm over another's in the same round."""
+    found = of_ratios(f"{title}_ratio", [on["requests_per_s"] / its["requests_per_s"] for on, its in pairs])
+    return found | of_ratios(f"{title}_cpu_ratio", [on["cpu_us"] / its["cpu_us"] for on, its in pairs])
 
 
 def main() -> None:

@@ -23,11 +23,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.policy import AWAY_LIMIT_S, RealLoad, mean_context_tokens, programs_at, real_timing
+from benchmarks.policy import AWAY_LIMIT_S, RealLoad, faster, mean_context_tokens, programs_at, real_timing
 from benchmarks.real import engine_model
 from benchmarks.real_engine import RealEngineConfig
 from thunderagent.simulator.engine.records import EngineConfig
-from thunderagent.simulator.engine.timing import COSTS_US, TimingProfile, profile
+from thunderagent.simulator.engine.timing import profile
 from thunderagent.simulator.runs.scenario import Scenario
 from thunderagent.simulator.workloads.distributions import (
     AgentWorkload,
@@ -123,16 +123,10 @@ def _batch(engine: EngineConfig, count: int, **changes: Any) -> Scenario:
     return Scenario(engine=engine, loop="batch", programs_count=count, horizon_s=LONGEST_BATCH_S, **changes)
 
 
-def slower(timing: TimingProfile, factor: float) -> TimingProfile:
-    """Return the timing of an engine on which all takes so many times as long."""
-    costs = {name: getattr(timing, name) * factor for name in COSTS_US.values()}
-    return replace(timing, **costs)
-
-
-def uneven() -> Iterator[tuple[str, Scenario]]:
-    """Yield names and scenarios of two replicas that differ."""
+def uneven() -> Iterator[tuple[str, Scenario, Workload]]:
+    """Yield names, scenarios and programs of the cells with two replicas that differ."""
     large, small_tokens, programs = embedded(65_536), 16_384, middle(Exponential(1.0), "short")
-    slow = replace(large, timing=slower(large.timing, 3.0))
+    slow = replace(large, timing=faster(large.timing, 1 / 3))
     context_tokens = mean_context_tokens(programs, large)
     for what, last in (
         ("memory", replace(large, kv_tokens=small_tokens)),
@@ -142,7 +136,7 @@ def uneven() -> Iterator[tuple[str, Scenario]]:
         for name, load in (("fits", 0.4), ("full", 2.0)):
             count = programs_at(load, large.capacity_tokens + last.capacity_tokens, context_tokens)
             scenario = _closed(large, count, 240.0, replica_count=2, last_engine=last, answers_whole=True)
-            yield f"uneven-{what}-{name}-whole", scenario
+            yield f"uneven-{what}-{name}-whole", scenario, programs
 
 
 @cache
@@ -197,8 +191,8 @@ def cells(traces: Path | None = None) -> tuple[Cell, ...]:
                         add(f"{name}-whole", replace(scenario, answers_whole=True), programs)
             silent = _closed(engine, programs_at(2.0, engine.capacity_tokens, context_tokens), 240.0, release_ratio=0.0)
             add(f"grid-{price}-{tools}-silent-whole", replace(silent, answers_whole=True), programs)
-    for name, scenario in uneven():
-        add(name, scenario, middle(Exponential(1.0), "short"))
+    for each in uneven():
+        add(*each)
     if traces is not None:
         engine = replace(mocker(262_144), block_size=64)
         trace = load_recorded(traces, Limits(context_tokens=engine.context_limit_tokens, away_s=AWAY_LIMIT_S))

@@ -354,7 +354,7 @@ class LettingIn:
         return found
 
     def _crowd_on(self, account: Account, mean_tokens: float) -> tuple[bool, float, int]:
-        """Return whether memory is short there, and, in the order of their weight, how many share it."""
+        """Return how crowded a replica is: first whether its memory is short, then how many share what slows them."""
         count = account.acting.count + account.turn_count  # a program with as many as it has turns
         if (count + 1) * mean_tokens > self.low_ratio * account.limit_tokens:
             return True, count / max(1.0, account.limit_tokens), 0
