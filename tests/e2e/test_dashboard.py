@@ -385,18 +385,23 @@ async def test_later_answer_contradicts_no_key_figure(world: World, open_page: O
         await expect(page.locator("#queue-more")).to_be_hidden()
 
 
-async def test_a_chart_ends_with_what_its_key_figure_shows(world: World, open_page: OpenPage) -> None:
-    """The last sample is up to a second old: the legend beside the key figure said another count."""
+@pytest.mark.parametrize("late_s", (0.0, 1.5), ids=("earlier", "later"))
+async def test_a_chart_ends_with_what_its_key_figure_shows(world: World, open_page: OpenPage, late_s: float) -> None:
+    """The last sample is up to a second old, or later than the key figures: the legend beside them said another count."""
+    asked = asyncio.Event()
 
-    async def stale(route: Route) -> None:
+    async def other(route: Route) -> None:
+        await asyncio.sleep(late_s)
         said = await world.get("/history?since=0")
         samples = [{**sample, "paused_reasoning_count": 99} for sample in said["samples"]]
         await route.fulfill(json={**said, "samples": samples})
+        asked.set()
 
     async def prepare(page: Page) -> None:
-        await page.route(f"{world.url}/history?*", stale)
+        await page.route(f"{world.url}/history?*", other)
 
     async with open_page(world.url, prepare=prepare) as page:
+        await asyncio.wait_for(asked.wait(), 30)
         await expect(page.locator("#note-programs")).to_have_text("2 active · 3 held · 0 paused")
         assert await chart_of(page, "Programs").locator(".key li").nth(2).text_content() == "held 3"
 

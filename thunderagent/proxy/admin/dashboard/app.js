@@ -175,9 +175,9 @@ function place(cell) {
   return parts.join(" · ");
 }
 
-/** Charts end with what the key figures show: that is later than the last sample. */
+/** Charts end with what the key figures show: a sample taken while the other answers came is shown with the next. */
 function showCharts() {
-  const all = latest && latest.at_s > (samples.at(-1)?.at_s ?? 0) ? [...samples, latest] : samples;
+  const all = latest ? [...samples.filter((sample) => sample.at_s < latest.at_s), latest] : samples;
   const nowS = all.at(-1)?.at_s ?? Date.now() / 1000;
   for (const { chart, rows } of charts) chart.show(rows(all), nowS, windowS);
 }
