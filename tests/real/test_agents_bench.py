@@ -118,7 +118,11 @@ def packages(require_real: Callable[[str], NoReturn], pytestconfig: pytest.Confi
 
 @pytest.mark.timeout(BEGUN_WITHIN_S + 3 * STOPPED_WITHIN_S, func_only=True)
 @pytest.mark.usefixtures("packages")
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "how",
+    [*(pytest.param(each, marks=pytest.mark.nightly) for each in (signal.SIGTERM, signal.SIGINT)), signal.SIGKILL],
+    ids=lambda each: each.name,
+)
 async def test_a_stopped_benchmark_leaves_nothing(how: signal.Signals, tmp_path: Path) -> None:
     """Engine, containers, bridge, mounts, agents, proxy: all go; SIGINT comes as from a terminal, to a whole group.
 

@@ -227,6 +227,7 @@ async def test_the_stack_gets_ready_serves_drains_and_goes(
     assert "every decision is the same" in replayed
 
 
+@pytest.mark.nightly  # more than two minutes; test_takeover.py has the same without containers
 async def test_two_gateways_and_two_schedulers_lose_no_turn_with_their_leader(
     engine: DockerEngine, client: Any
 ) -> None:

@@ -63,7 +63,7 @@ async def converse(client: httpx2.AsyncClient, program_id: str, seed: int) -> li
     return turns
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("kind", ["vllm", pytest.param("sglang", marks=pytest.mark.nightly)])
 async def test_turns_extend_each_other_though_the_tokenizer_would_not(
     vllm: None, sglang: None, run_proxy: RunProxy, tmp_path: Path, kind: str
 ) -> None:

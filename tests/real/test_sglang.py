@@ -440,6 +440,7 @@ async def test_a_pause_and_new_weights_are_observed(client: httpx2.AsyncClient, 
     await until(lambda: is_suspended(False))
 
 
+@pytest.mark.nightly  # a second engine; test_control.py has new weights under load on vLLM
 @pytest.mark.timeout(300)
 async def test_new_weights_reach_two_engines_under_load(engine: RealEngine, run_proxy: RunProxy) -> None:
     """A trainer talks to the proxy alone; no turn runs between the first and the last call of an update."""
