@@ -23,11 +23,13 @@ has waited for `wait_ratio` of the median time of programs, the replica with mos
 fits. A program that a route binds to one replica may be passed there for the same time; then that replica lets nobody
 else in.
 
-**Room to grow.** Programs are small when they come. A new one needs room not only for itself, but for the growth of all
-programs on the replica over the time in which letting it in would pay: pausing it too soon costs more than leaving
-memory empty until then. `foresight_ratio` scales that time, and nobody is expected to grow beyond the mean size of
-programs. This applies if memory is short, and once growth was seen: nobody waits for a guess. If all that are in or
-wait would fit at mean size, a newcomer that fits is let in at once, because not all of them are large at the same time.
+**Room to grow.** Programs are small when they come. One that is let in needs room not only for itself, but for the
+growth of all programs on the replica over the time in which letting it in would pay: pausing one too soon costs more
+than leaving memory empty until then. `foresight_ratio` scales that time, and nobody is expected to grow beyond the mean
+size of programs. This applies if memory is short, and once growth was seen, because nobody waits for a guess: a
+newcomer does once programs ended; one that lost its claim does as soon as turns grew, because then something outgrew
+the memory. If all that are in or wait would fit at mean size, a newcomer that fits is let in at once, because not all
+of them are large at the same time.
 Programs are let in up to `low_ratio` of the limit, and paused only above `high_ratio`: first expired ones, then the
 youngest acting, at last the youngest with a turn in flight, which is marked, and unmarked if there is room again before
 that ends. The last unfinished member of a group is paused last, because the whole group waits for it.
@@ -91,8 +93,8 @@ class BreakEven(Policy):
     The guess weighs as much as 16 turns. `0`: claims hold contexts alone.
     """
     foresight_ratio: float = 1.5
-    """How far ahead newcomers leave room for growth, in β·C. Raise it if programs are paused soon after they came;
-    lower it if `unused` is large while newcomers wait. `0`: no room for growth.
+    """How far ahead who is let in leaves room for growth, in β·C. Raise it if programs are paused soon after they came;
+    lower it if `unused` is large while others wait. `0`: no room for growth.
     """
     share_prefixes: bool = True
     """Count once what prompts on a replica have in common. `false` if engines do not cache prefixes across requests."""

@@ -1,6 +1,6 @@
-"""Whether memory is short, and how much growth of each program a newcomer leaves room for: see `breakeven`."""
+"""Whether memory is short, and how much growth of each program one that is let in leaves room for: see `breakeven`."""
 
-# compiled: it is asked of every newcomer
+# compiled: it is asked of everybody who waits where memory is short
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ class LettingIn:
             return None, Reason.QUEUE_AHEAD
         if home is not None and (home is reserved or (some_routed and self._is_kept(view, program, home))):
             home = None
-        foresees = not program.turn_count and self._foresees(view, program)
+        foresees = self._foresees(view, program)
         several = len(candidates) > 1
         roomiest = self._roomiest(view, program, candidates, reserved, foresees) if several else candidates[0]
         capacity_tokens = roomiest.account.capacity_tokens
@@ -283,8 +283,12 @@ class LettingIn:
         return unused_tokens - free_tokens + needed_tokens - view.claim_tokens_on(program, replica)
 
     def _foresees(self, view: SchedulerView, program: Program) -> bool:
-        """Return whether a program leaves room for growth: a newcomer does if memory is short."""
-        if program.turn_count or not self.foresight_ratio or view.mean_growth_tokens == inf:
+        """Return whether a program leaves room for growth: if memory is short, and growth was seen.
+
+        A newcomer does so once programs ended, so that it does not wait for a guess. One that was in before does so
+        earlier: it lost its claim, because something outgrew the memory.
+        """
+        if not self.foresight_ratio or (not program.turn_count and view.mean_growth_tokens == inf):
             return False
         return view.growth_tokens_per_s < inf and is_short(view, program, self.low_ratio)
 

@@ -549,15 +549,35 @@ def test_nobody_waits_for_growth_where_all_fit_at_their_full_size() -> None:
     assert newcomers_let_in(driver) == 4
 
 
-def test_returning_program_needs_room_for_itself_only() -> None:
-    """A returning program of the same size continues where a newcomer has to wait."""
-    driver = driver_with(foresight_ratio=foresees_for(20.0), pass_count=0)
-    grown(driver)
+def test_one_that_lost_its_claim_needs_that_room_before_any_program_ended() -> None:
+    """A newcomer does not wait for a guess of how large programs become; who lost its claim knows that they grew."""
+    for whole_tokens, newcomers_wait in ((None, False), (5000, True)):
+        driver = driver_with(foresight_ratio=foresees_for(1000.0), pass_count=0)
+        growth = driver.scheduler.knowledge.growth
+        for _ in range(20):
+            growth.turn_ended(grew(100, 50, 10.0))
+            if whole_tokens is not None:
+                growth.program_ended(whole_tokens, 1)
+        opens(driver, back=100)
+        driver.drains("r0")
+        driver.comes_up("r0", 1000)
+        assert driver.home("back") is None
+        assert not driver.held(driver.arrives("first", 300))
+        turn = driver.arrives("newcomer", 100)
+        assert driver.held(turn) == newcomers_wait
+        driver.is_abandoned(turn)
+        driver.releases("newcomer")
+        assert driver.held(driver.arrives("back", 100))
+
+
+def test_one_that_lost_its_claim_needs_room_for_itself_only_where_all_fit() -> None:
+    """Memory is not short: two programs of 100 tokens that grow by 300 fit in 1,000."""
+    driver = driver_with(foresight_ratio=foresees_for(1000.0), pass_count=0)
+    grown(driver, whole_tokens=300)
     opens(driver, back=100)
     driver.drains("r0")
     driver.comes_up("r0", 1000)
-    assert driver.home("back") is None
-    assert 1 <= newcomers_let_in(driver) < 9
+    assert not driver.held(driver.arrives("first", 100))
     assert not driver.held(driver.arrives("back", 100))
 
 
