@@ -385,9 +385,9 @@ async def test_later_answer_contradicts_no_key_figure(world: World, open_page: O
         await expect(page.locator("#queue-more")).to_be_hidden()
 
 
-@pytest.mark.parametrize("late_s", (0.0, 1.5), ids=("earlier", "later"))
+@pytest.mark.parametrize("late_s", [0.0, 1.5], ids=("earlier", "later"))
 async def test_a_chart_ends_with_what_its_key_figure_shows(world: World, open_page: OpenPage, late_s: float) -> None:
-    """The last sample is up to a second old, or later than the key figures: the legend beside them said another count."""
+    """The last sample is up to a second old, or later than the key figures: the legend beside them said another."""
     asked = asyncio.Event()
 
     async def other(route: Route) -> None:
