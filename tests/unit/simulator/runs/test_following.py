@@ -6,8 +6,6 @@ from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
 
-import pytest
-
 from thunderagent.config import ServeConfig
 from thunderagent.policy_loader import load_policy
 from thunderagent.programs.concurrency import SteadyCount, concurrency
@@ -45,10 +43,6 @@ def run(seed: int, count: int, follower: Follower | None = None) -> RunResult:
     return Simulation(scenario, workload("standard"), policy, wanted_count=follower).run()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="0.976 of the best fixed number, which gained by claims that stop at the capacity",
-)
 def test_follower_loses_nothing_and_waits_less() -> None:
     """Memory holds about 7: it has the throughput of the best fixed number, whose programs take half as long again."""
     fixed = {count: [run(seed, count) for seed in SEEDS] for count in FIXED_COUNTS}
