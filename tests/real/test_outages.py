@@ -29,7 +29,7 @@ LOAD = LoadSpec(
 )
 PROGRAMS = 20
 KILLED_AFTER_TURNS = 10
-STREAMED_TOKENS = 1000  # some seconds: a stream that ended before the proxy got the signal would not keep it alive
+STREAMED_TOKENS = 2000  # some seconds: a stream that ended before the proxy got the signal would not keep it alive
 
 
 async def test_an_engine_that_dies_and_comes_back_costs_no_program(
