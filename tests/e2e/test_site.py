@@ -15,6 +15,7 @@ import pytest_asyncio
 import yaml
 
 from benchmarks.processes import stop
+from tests.real.support import until
 from tests.unit.test_docs import ROOT, nav_pages
 from thunderagent import __version__
 
@@ -149,6 +150,8 @@ async def typed(box: Locator, text: str) -> None:
 @pytest.mark.timeout(180)  # every page of the site
 async def test_no_page_is_wider_than_the_screen(site: str, open_page: OpenPage) -> None:
     """Wide tables and code scroll by themselves; every picture is there, in the dark, too."""
+    fits = "width => window.innerWidth === width && document.documentElement.scrollWidth <= width"
+    missing = "[...document.images].filter(image => image.complete && !image.naturalWidth).map(image => image.src)"
     async with open_page(site, path=f"/{__version__}/") as page:
         for name in pages():
             place = re.sub(r"(index)?\.md$", "/", name).replace("//", "/").removeprefix("/")
@@ -156,14 +159,10 @@ async def test_no_page_is_wider_than_the_screen(site: str, open_page: OpenPage) 
             for width, scheme in ((1280, "light"), (1280, "dark"), (390, "light")):
                 await page.set_viewport_size({"width": width, "height": 800})
                 await page.emulate_media(color_scheme=scheme)
-                fits = "width => window.innerWidth === width && document.documentElement.scrollWidth <= width"
                 try:  # it is laid out some time after it is resized
-                    async with asyncio.timeout(10):
-                        while not await page.evaluate(fits, width):
-                            await asyncio.sleep(0.02)
+                    await until(partial(page.evaluate, fits, width), within_s=10)
                 except TimeoutError:
                     pytest.fail(f"{name} is wider than {width}, {scheme}")
-                missing = "[...document.images].filter(it => it.complete && !it.naturalWidth).map(it => it.src)"
                 assert await page.evaluate(missing) == [], (name, width, scheme)
 
 

@@ -26,10 +26,10 @@ else in.
 **Room to grow.** Programs are small when they come. One that is let in needs room not only for itself, but for the
 growth of all programs on the replica over the time in which letting it in would pay: pausing one too soon costs more
 than leaving memory empty until then. `foresight_ratio` scales that time, and nobody is expected to grow beyond the mean
-size of programs. This applies if memory is short, and once growth was seen, because nobody waits for a guess: a
-newcomer does once programs ended; one that lost its claim does as soon as turns grew, because then something outgrew
-the memory. If all that are in or wait would fit at mean size, a newcomer that fits is let in at once, because not all
-of them are large at the same time.
+size of programs. This applies if memory is short, and once growth was seen. A newcomer waits for it only once programs
+ended, because nobody waits for a guess. One that lost its claim waits as soon as turns grew: something outgrew the
+memory. If all that are in or wait would fit at mean size, a newcomer that fits is let in at once, because not all of
+them are large at the same time.
 Programs are let in up to `low_ratio` of the limit, and paused only above `high_ratio`: first expired ones, then the
 youngest acting, at last the youngest with a turn in flight, which is marked, and unmarked if there is room again before
 that ends. The last unfinished member of a group is paused last, because the whole group waits for it.

@@ -1,4 +1,4 @@
-"""Whether memory is short, and how much growth of each program one that is let in leaves room for: see `breakeven`."""
+"""Whether memory is short, and for how much growth of each program room is left where one is let in: `breakeven`."""
 
 # compiled: it is asked of everybody who waits where memory is short
 
@@ -25,7 +25,8 @@ def foreseen_tokens(view: SchedulerView, program: Program, replica: Replica, for
 def is_short(view: SchedulerView, program: Program, low_ratio: float) -> bool:
     """Return whether memory is short: all programs that are in or wait, each of mean size, do not fit.
 
-    The mean size is that of `program` plus the growth that programs were seen to have.
+    The mean size is that of `program` plus the growth that programs were seen to have. It is too large for one that
+    has grown already, and infinite until some programs ended.
     """
     count = view.active_count + max(1, view.waiting_count)
     room_tokens = low_ratio * sum([replica.account.limit_tokens for replica in view.replicas])
