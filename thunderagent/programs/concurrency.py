@@ -80,15 +80,14 @@ def concurrency(scheduler: Scheduler) -> Concurrency:
     there_count = book.active_count + queue.waiting_count + away_count
     if not accounts:
         return Concurrency(there_count, there_count, Why.NO_REPLICA)
-    limit_tokens = sum(account.limit_tokens for account in accounts)
-    if limit_tokens == inf:
+    if book.limit_tokens == inf:
         return Concurrency(there_count, there_count, Why.CAPACITY_UNKNOWN)
     most_count = max(FIRST_COUNT * len(accounts), LARGEST_STEP_RATIO * there_count)
     active_count = sum(account.active_count for account in accounts)
     if not active_count:
         return Concurrency(most_count, there_count, Why.STEP)
     claimed_tokens = sum(account.demand_tokens + account.growth_tokens for account in accounts)
-    fitting_count = max(1.0, limit_tokens * active_count / max(1, claimed_tokens))
+    fitting_count = max(1.0, book.limit_tokens * active_count / max(1, claimed_tokens))
     if scheduler.knowledge.growth.whole_tokens == inf:
         useful_count = max(FIRST_COUNT * len(accounts), UNKNOWN_RATIO * fitting_count + away_count)
         return Concurrency(min(most_count, useful_count), there_count, Why.SIZES)

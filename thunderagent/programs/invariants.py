@@ -106,6 +106,7 @@ def _check_replicas_known(book: Book) -> None:
     assert placed <= known, f"turns in flight on replicas that are not there: {placed - known}"
     granting = [replica for replica in book.replicas.values() if replica.grants]
     assert book.granting_replicas == granting, "who grants is stale"
+    assert book.limit_tokens == sum(each.account.limit_tokens for each in granting), "the sum of limits is stale"
     for turn in book.anonymous_held.values():
         pinned = book.replicas.get(turn.pinned_replica_id or "")
         may_run = bool(serving(granting, turn.served_by)) if pinned is None else not pinned.suspended_for

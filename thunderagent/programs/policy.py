@@ -436,6 +436,10 @@ class View(Protocol):
         """Return whether one program more than fits helps there: nothing is held, and lost tokens cost little."""
 
     @property
+    def limit_tokens(self) -> float:
+        """What may be claimed on all of `replicas` together; infinite if the size of one is unknown."""
+
+    @property
     def growth_tokens_per_s(self) -> float:
         """Learned growth rate of a program that is not paused; infinite until learned."""
 

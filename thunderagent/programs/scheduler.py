@@ -229,7 +229,7 @@ class Scheduler:
             if plan.may_overfill:  # nothing is held, so what held programs lost is no reason to leave memory unused
                 ratio = max(1.0, ratio)
             if ratio != account.capacity_ratio:
-                account.set_limit(account.capacity_tokens, ratio)
+                book.set_limit(replica, account.capacity_tokens, ratio)
 
     def _plan_holding(self) -> None:
         """Plan for each replica how long programs are held: a plan that no tool asks for stays true, too.

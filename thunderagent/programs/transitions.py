@@ -1505,6 +1505,11 @@ class SchedulerView:
         return self._core.knowledge.growth.tokens_per_s
 
     @property
+    def limit_tokens(self) -> float:
+        """See `View`."""
+        return self._book.limit_tokens
+
+    @property
     def mean_growth_tokens(self) -> float:
         """See `View`."""
         return self._core.knowledge.growth.whole_tokens

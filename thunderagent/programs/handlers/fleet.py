@@ -96,7 +96,7 @@ class Fleet:
         account, ratio = replica.account, self._core.knowledge.corrections[replica.replica_id].ratio
         if ratio == account.capacity_ratio:
             return False
-        self._core.book.touch(replica).set_limit(account.capacity_tokens, ratio)
+        self._core.book.set_limit(replica, account.capacity_tokens, ratio)
         return True
 
     def _knowledge_loaded(self, event: KnowledgeLoaded) -> Moment | None:
@@ -115,9 +115,7 @@ class Fleet:
         self._assume_sizes()
         before = book.open_replicas, book.granting_replicas
         book.open_replicas = [replica for replica in book.replicas.values() if replica.open_to_programs]
-        book.granting_replicas = [replica for replica in book.open_replicas if replica.grants]
-        if book.rooms is not None:
-            book.rooms.set_granting(book.granting_replicas)
+        book.set_granting([replica for replica in book.open_replicas if replica.grants])
         if self._tenants is not None:
             self._tenants.set_granting(replica.replica_id for replica in book.granting_replicas)
         core.routing.replicas_changed(core)
@@ -405,7 +403,7 @@ class Fleet:
         )
 
     def _set_capacity(self, replica: Replica, capacity_tokens: int) -> None:
-        self._core.book.touch(replica).set_limit(capacity_tokens, replica.account.capacity_ratio)
+        self._core.book.set_limit(replica, capacity_tokens, replica.account.capacity_ratio)
         replica.residency.capacity_tokens = capacity_tokens
         self._assume_sizes()
 
@@ -419,7 +417,7 @@ class Fleet:
         tokens = float(sizes[len(sizes) // 2]) if sizes else None
         for replica in book.replicas.values():
             if replica.account.capacity_tokens is None and replica.account.assumed_tokens != tokens:
-                book.touch(replica).assume(tokens)
+                book.assume_size(replica, tokens)
 
     def _encodes_polled(self, event: EncodesPolled) -> None:
         replica = self._known_or_new(event.replica_id)

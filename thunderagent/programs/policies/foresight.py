@@ -29,5 +29,4 @@ def is_short(view: SchedulerView, program: Program, low_ratio: float) -> bool:
     has grown already, and infinite until some programs ended.
     """
     count = view.active_count + max(1, view.waiting_count)
-    room_tokens = low_ratio * sum([replica.account.limit_tokens for replica in view.replicas])
-    return count * (program.claim_tokens + view.mean_growth_tokens) > room_tokens
+    return count * (program.claim_tokens + view.mean_growth_tokens) > low_ratio * view.limit_tokens

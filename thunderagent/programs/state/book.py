@@ -93,6 +93,8 @@ class Book:
         """Granting replicas ordered by room, once a policy has asked for that."""
         self.suspended_for: dict[str, None] = {}
         """Causes that suspend grants on every replica; each replica sees them beside its own."""
+        self._limit_tokens: float | None = None
+        """What all granting replicas may claim together; None until somebody asks again."""
         self.active_count = 0
         self.decisions: list[Decision] = []
         """Decisions on this event."""
@@ -316,6 +318,30 @@ class Book:
         if self.rooms is not None:
             self.rooms.stale[replica] = None
         return account
+
+    def set_limit(self, replica: Replica, capacity_tokens: int | None, capacity_ratio: float) -> None:
+        """Record the size of a replica's memory, and which part of it may be claimed."""
+        self.touch(replica).set_limit(capacity_tokens, capacity_ratio)
+        self._limit_tokens = None
+
+    def assume_size(self, replica: Replica, tokens: float | None) -> None:
+        """Assume a size while a replica's own is unknown."""
+        self.touch(replica).assume(tokens)
+        self._limit_tokens = None
+
+    def set_granting(self, replicas: list[Replica]) -> None:
+        """Record which replicas grant."""
+        self.granting_replicas = replicas
+        self._limit_tokens = None
+        if self.rooms is not None:
+            self.rooms.set_granting(replicas)
+
+    @property
+    def limit_tokens(self) -> float:
+        """What may be claimed on all granting replicas together. Cost: O(1), unless a limit changed."""
+        if self._limit_tokens is None:
+            self._limit_tokens = sum([replica.account.limit_tokens for replica in self.granting_replicas])
+        return self._limit_tokens
 
     # --- groups -----------------------------------------------------------------------------------------------------
 
