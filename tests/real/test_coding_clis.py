@@ -20,7 +20,7 @@ import pytest
 from benchmarks.environments import made_once
 from tests.integration.support import running_proxy
 from tests.real.scripted_model import ScriptedModel
-from tests.real.test_integrations import PAGES, Seen, python, run_script  # noqa: F401 - a fixture
+from tests.real.test_integrations import PAGES, Seen, clients  # noqa: F401 - a fixture
 from thunderagent.programs.messages import Event, TurnAsk, TurnEnd
 from thunderagent.simulator.embedded.options import ServerConfig
 from thunderagent.simulator.embedded.server import running
@@ -353,7 +353,7 @@ async def test_a_client_sends_the_headers_of_its_row(row: str, request: pytest.F
     async with model.running(), running_proxy(model.url) as proxy:
         if name in PYTHON_CLIENTS:
             before = f'PROXY = {proxy.url!r}\nMESSAGES = [{{"role": "user", "content": "hello"}}]\n'
-            await run_script(request.getfixturevalue("python"), before + PYTHON_CLIENTS[name])
+            await request.getfixturevalue("clients").run(before + PYTHON_CLIENTS[name])
         elif name.endswith("for Node"):
             folder = request.getfixturevalue("node_folder")
             (tmp_path / "client.cjs").write_text(NODE_CLIENTS.replace("http://127.0.0.1:8300", proxy.url))
