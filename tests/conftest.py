@@ -65,11 +65,15 @@ def loggers_are_not_kept() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)  # before the groups are read
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group tests of real parts to run in parallel: those of each kind of engine, of Docker, and all others."""
+    """Group tests of real parts to run in parallel: those of each kind of engine, which share some, else of each file.
+
+    Those of vLLM come first: they are the longest group, and a short one at the end keeps no process waiting.
+    """
     for item in items:
         if "tests/real/" in item.path.as_posix() or "tests/e2e/" in item.path.as_posix():
-            kinds = [kind for kind in ("vllm", "sglang", "docker_engine") if kind in getattr(item, "fixturenames", ())]
-            item.add_marker(pytest.mark.xdist_group(kinds[0] if kinds else "beside"))
+            kinds = [kind for kind in ("vllm", "sglang") if kind in getattr(item, "fixturenames", ())]
+            item.add_marker(pytest.mark.xdist_group(kinds[0] if kinds else item.path.stem))
+    items.sort(key=lambda item: "vllm" not in getattr(item, "fixturenames", ()))
 
 
 def pytest_collection_finish() -> None:

@@ -151,8 +151,14 @@ async def typed(box: Locator, text: str) -> None:
 async def test_no_page_is_wider_than_the_screen(site: str, open_page: OpenPage) -> None:
     """Wide tables and code scroll by themselves; every picture is there, in the dark, too."""
     fits = "width => window.innerWidth === width && document.documentElement.scrollWidth <= width"
+
+    async def search_nothing(page: Page) -> None:
+        """Give each page an index without words, since to read that of the site takes longer than the page itself."""
+        found = {"config": {"lang": ["en"], "separator": " ", "pipeline": []}, "docs": []}
+        await page.route("**/search/search_index.json", lambda route: route.fulfill(json=found))
+
     missing = "[...document.images].filter(image => image.complete && !image.naturalWidth).map(image => image.src)"
-    async with open_page(site, path=f"/{__version__}/") as page:
+    async with open_page(site, path=f"/{__version__}/", prepare=search_nothing) as page:
         for name in pages():
             place = re.sub(r"(index)?\.md$", "/", name).replace("//", "/").removeprefix("/")
             await page.goto(f"{site}/{__version__}/{place}")
