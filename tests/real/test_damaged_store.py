@@ -135,7 +135,10 @@ async def test_a_stolen_lock_gets_an_end(
 
 @pytest.mark.parametrize(
     "epoch",
-    ["9" * 30, "rubbish", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("-7", "2147483647", "1e300"))],
+    [
+        "9" * 30,
+        *(pytest.param(each, marks=pytest.mark.nightly) for each in ("rubbish", "-7", "2147483647", "1e300")),
+    ],
 )
 async def test_an_epoch_beyond_reason_is_written_again(
     epoch: str, require_real: Callable[[str], NoReturn], tmp_path: Path
