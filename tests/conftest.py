@@ -65,15 +65,20 @@ def loggers_are_not_kept() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)  # before the groups are read
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group tests of real parts to run in parallel: those of each kind of engine, which share some, else of each file.
+    """Group tests of real parts to run in parallel: those that share engines or clients, and else those of each file.
 
-    Those of vLLM come first: they are the longest group, and a short one at the end keeps no process waiting.
+    Those of vLLM, the longest group, come early, so that short ones are left for the end; but after the browser's, since
+    on a new machine its environment may still be installed.
     """
+    places = {}
     for item in items:
-        if "tests/real/" in item.path.as_posix() or "tests/e2e/" in item.path.as_posix():
-            kinds = [kind for kind in ("vllm", "sglang") if kind in getattr(item, "fixturenames", ())]
+        path, place = item.path.as_posix(), 0
+        if "tests/real/" in path or "tests/e2e/" in path:
+            kinds = [kind for kind in ("vllm", "sglang", "clients") if kind in getattr(item, "fixturenames", ())]
             item.add_marker(pytest.mark.xdist_group(kinds[0] if kinds else item.path.stem))
-    items.sort(key=lambda item: "vllm" not in getattr(item, "fixturenames", ()))
+            place = 1 if "vllm" in kinds else 2 if "tests/real/" in path else 0
+        places[item] = place
+    items.sort(key=places.__getitem__)
 
 
 def pytest_collection_finish() -> None:

@@ -8,13 +8,18 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 from contextlib import suppress
-from typing import TYPE_CHECKING, Self
+from pathlib import Path
+from typing import Self
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from benchmarks.environments import ensure_environment
+
+PAGES = Path(__file__).parents[2] / "docs" / "integrations"
+PYTHON_PAGES = {"openai": 2, "anthropic": 2, "litellm": 1, "langchain": 2, "openai-agents": 2}
+"""Pages whose code runs unchanged, and its number of turns."""
 
 DEADLINE_S = 180.0
 FORKING = """
@@ -34,6 +39,19 @@ for descriptor, path in enumerate((os.devnull, job["output"], job["errors"])):
     os.dup2(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), descriptor)
 exec(compile(job["script"], "script", "exec"), {"__name__": "__main__"})
 """
+
+
+def ensure_clients() -> Path:
+    """Return the Python of an environment with the packages that all pages name; make it at the first call.
+
+    Raises RealEngineError.
+    """
+    wanted = set()
+    for name in PYTHON_PAGES:
+        found = re.search(r"^pip install (.+)$", (PAGES / f"{name}.md").read_text(), re.MULTILINE)
+        assert found is not None, name
+        wanted |= set(found[1].split())
+    return ensure_environment("clients", sorted(wanted), "about 0.5 GB, a minute")
 
 
 class ClientRunner:

@@ -17,6 +17,7 @@ from benchmarks.environments import RealEngineError
 from benchmarks.processes import Server, thunderagent
 from benchmarks.real_engine import RealEngine, RealEngineConfig, ensure_model
 from tests.loopback import free_ports
+from tests.real.client_runner import ClientRunner, ensure_clients
 from tests.real.docker_engine import DockerEngine, DockerEngineError, ensure_docker, import_busybox_image
 from tests.real.redis_server import ensure_redis
 from tests.real.support import until_all_up
@@ -77,6 +78,20 @@ def sglang(require_real: Callable[[str], NoReturn], pytestconfig: pytest.Config)
 def redis_installed(require_real: Callable[[str], NoReturn]) -> None:
     """Install Redis before a test whose time is limited."""
     ensure_redis(require_real)
+
+
+@pytest.fixture(scope="session")
+def clients(
+    require_real: Callable[[str], NoReturn], pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ClientRunner]:
+    """Run scripts of the clients for Python; the first time their environment takes a minute and is announced."""
+    try:
+        with pytestconfig.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+            python = ensure_clients()
+    except RealEngineError as error:
+        require_real(f"no clients: {error}")
+    with ClientRunner(python, tmp_path_factory.mktemp("clients")) as runner:
+        yield runner
 
 
 def _install(name: str, require_real: Callable[[str], NoReturn], pytestconfig: pytest.Config) -> None:

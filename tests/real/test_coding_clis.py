@@ -19,8 +19,9 @@ import pytest
 
 from benchmarks.environments import made_once
 from tests.integration.support import running_proxy
+from tests.real.client_runner import PAGES
 from tests.real.scripted_model import ScriptedModel
-from tests.real.test_integrations import PAGES, Seen, clients  # noqa: F401 - a fixture
+from tests.real.test_integrations import Seen
 from thunderagent.programs.messages import Event, TurnAsk, TurnEnd
 from thunderagent.simulator.embedded.options import ServerConfig
 from thunderagent.simulator.embedded.server import running
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
     from tests.integration.support import RunningProxy
+    from tests.real.client_runner import ClientRunner
     from thunderagent.programs.messages import Decision
 
 DEADLINE_S = 180.0  # OpenCode alone took 60 s on a busy machine
@@ -348,10 +350,20 @@ def assert_headers_of_row(model: ScriptedModel, row: str) -> None:
 
 
 ROWS = [row for row in sent_by_table() if client_name(row) != "OpenCode"]
-"""Those of which no other test sees each way to ask."""
+"""Those of which no test above sees all that is sent."""
 
 
-@pytest.mark.parametrize("row", ROWS, ids=client_name)
+@pytest.mark.parametrize("row", [row for row in ROWS if client_name(row) in PYTHON_CLIENTS], ids=client_name)
+async def test_a_client_for_python_sends_the_headers_of_its_row(row: str, clients: ClientRunner) -> None:
+    """Neither more nor fewer of those that the proxy reads."""
+    model = ScriptedModel(tool="none")
+    async with model.running(), running_proxy(model.url) as proxy:
+        before = f'PROXY = {proxy.url!r}\nMESSAGES = [{{"role": "user", "content": "hello"}}]\n'
+        await clients.run(before + PYTHON_CLIENTS[client_name(row)])
+        assert_headers_of_row(model, row)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if client_name(row) not in PYTHON_CLIENTS], ids=client_name)
 async def test_a_client_sends_the_headers_of_its_row(row: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """Neither more nor fewer of those that the proxy reads."""
     name = client_name(row)
@@ -360,10 +372,7 @@ async def test_a_client_sends_the_headers_of_its_row(row: str, request: pytest.F
     if name == "Claude Code":
         model = ScriptedModel(tool="Agent", arguments=asked, leaf_header="X-Claude-Code-Parent-Agent-Id")
     async with model.running(), running_proxy(model.url) as proxy:
-        if name in PYTHON_CLIENTS:
-            before = f'PROXY = {proxy.url!r}\nMESSAGES = [{{"role": "user", "content": "hello"}}]\n'
-            await request.getfixturevalue("clients").run(before + PYTHON_CLIENTS[name])
-        elif name.endswith("for Node"):
+        if name.endswith("for Node"):
             folder = request.getfixturevalue("node_folder")
             (tmp_path / "client.cjs").write_text(NODE_CLIENTS.replace("http://127.0.0.1:8300", proxy.url))
             line = f"NODE_PATH={folder} node client.cjs {name.partition(' ')[0]}"

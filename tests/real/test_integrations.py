@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks.environments import RealEngineError, ensure_environment
 from tests.integration.support import metrics_of, running_proxy
-from tests.real.client_runner import ClientRunner
+from tests.real.client_runner import PAGES, PYTHON_PAGES
 from tests.real.scripted_model import ScriptedModel
 from thunderagent.programs.messages import Decision, Event, ProgramReleased, TurnAsk, TurnEnd
 from thunderagent.simulator.embedded.options import ServerConfig
@@ -23,19 +21,9 @@ from thunderagent.simulator.engine.records import EngineConfig
 from thunderagent.simulator.engine.timing import profile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from typing import NoReturn
+    from collections.abc import Sequence
 
-PAGES = Path(__file__).parents[2] / "docs" / "integrations"
-PYTHON_PAGES = {"openai": 2, "anthropic": 2, "litellm": 1, "langchain": 2, "openai-agents": 2}
-"""Pages whose code runs unchanged, and its number of turns."""
-
-
-def requirements(name: str) -> list[str]:
-    """Return the packages that a page names, in versions that are known to work."""
-    found = re.search(r"^pip install (.+)$", (PAGES / f"{name}.md").read_text(), re.MULTILINE)
-    assert found is not None, name
-    return found[1].split()
+    from tests.real.client_runner import ClientRunner
 
 
 def code(name: str) -> str:
@@ -43,22 +31,6 @@ def code(name: str) -> str:
     found = re.search(r"^```python\n(.*?)^```", (PAGES / f"{name}.md").read_text(), re.DOTALL | re.MULTILINE)
     assert found is not None, name
     return found[1]
-
-
-@pytest.fixture(scope="module")
-def clients(
-    require_real: Callable[[str], NoReturn], pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ClientRunner]:
-    """Make one environment with the packages of all pages; the first time takes a minute and is announced."""
-    wanted = sorted({package for name in PYTHON_PAGES for package in requirements(name)})
-    capture = pytestconfig.pluginmanager.getplugin("capturemanager")
-    try:
-        with capture.global_and_fixture_disabled():
-            python = ensure_environment("clients", wanted, "about 0.5 GB, a minute")
-    except RealEngineError as error:
-        require_real(f"no clients: {error}")
-    with ClientRunner(python, tmp_path_factory.mktemp("clients")) as runner:
-        yield runner
 
 
 class Seen:

@@ -1,0 +1,1 @@
+"""Measures a running engine, and writes its timing profile for the engine model."""

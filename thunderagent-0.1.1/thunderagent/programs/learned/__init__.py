@@ -1,0 +1,1 @@
+"""What is learned from ended turns, returned tools and ended programs."""

@@ -1,0 +1,1 @@
+"""Baselines for comparison: policies that use little or no knowledge of programs."""

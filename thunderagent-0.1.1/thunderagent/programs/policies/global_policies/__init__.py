@@ -1,0 +1,1 @@
+"""Policies that are asked periodically, for all replicas at once."""

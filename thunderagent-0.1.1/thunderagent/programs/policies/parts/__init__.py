@@ -1,0 +1,1 @@
+"""Orders, victims and admissions for any policy."""

@@ -1,0 +1,1 @@
+"""The HTTP side: turns, the admin API, metrics."""

@@ -1,0 +1,1 @@
+"""The admin API: programs, replicas and the queue, their history, and what an operator may do."""

@@ -1,0 +1,1 @@
+"""The replicas: which exist, their state, and what each is told beside the turns."""

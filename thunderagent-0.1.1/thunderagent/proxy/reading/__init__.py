@@ -1,0 +1,1 @@
+"""What a turn says, read from its bytes: its target, its program, its prompt, its answer. Pure."""

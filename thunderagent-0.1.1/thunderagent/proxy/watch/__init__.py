@@ -1,0 +1,1 @@
+"""Observability: metrics, history, the feed of events, spans."""

@@ -1,0 +1,1 @@
+"""Bytes in and out: connections, headers, and writes to clients that may read slowly."""

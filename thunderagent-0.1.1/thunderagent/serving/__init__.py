@@ -1,0 +1,1 @@
+"""Running the proxy: built from the configuration, run in one process, reloaded, ended."""

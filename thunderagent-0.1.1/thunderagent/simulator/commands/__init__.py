@@ -1,0 +1,1 @@
+"""`thunderagent simulate` and `thunderagent compare`: their options and output."""

@@ -1,0 +1,1 @@
+"""Many runs: which policies at which load, on all cores."""

@@ -1,0 +1,1 @@
+"""Figures of one run, its bounds, and intervals over several runs."""

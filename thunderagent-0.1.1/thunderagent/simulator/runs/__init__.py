@@ -1,0 +1,1 @@
+"""One run: clients, tools, engines and the scheduler in virtual time."""

@@ -1,0 +1,1 @@
+"""What programs do: drawn from distributions, or read from recordings."""

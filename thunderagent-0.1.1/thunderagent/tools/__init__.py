@@ -1,0 +1,1 @@
+"""Sandboxes: the environments of programs' tools, ready before they are needed, gone when they are not."""
