@@ -67,8 +67,8 @@ def loggers_are_not_kept() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Group tests of real parts to run in parallel: those that share engines or clients, and else those of each file.
 
-    Those of vLLM, the longest group, come early, so that short ones are left for the end; but after the browser's, since
-    on a new machine its environment may still be installed.
+    Those of vLLM, the longest group, come early, so that short ones are left for the end; but after the browser's: on a
+    new machine their environment may still be installed.
     """
     places = {}
     for item in items:

@@ -1,1 +1,0 @@
-"""Measures a running engine, and writes its timing profile for the engine model."""

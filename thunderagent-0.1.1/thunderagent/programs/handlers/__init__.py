@@ -1,1 +1,0 @@
-"""One handler for each kind of event: it books the facts, and asks at most for a place."""

@@ -1,1 +1,0 @@
-"""What is learned from ended turns, returned tools and ended programs."""

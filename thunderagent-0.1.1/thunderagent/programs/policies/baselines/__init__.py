@@ -1,1 +1,0 @@
-"""Baselines for comparison: policies that use little or no knowledge of programs."""

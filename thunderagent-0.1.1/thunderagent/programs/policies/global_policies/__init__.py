@@ -1,1 +1,0 @@
-"""Policies that are asked periodically, for all replicas at once."""

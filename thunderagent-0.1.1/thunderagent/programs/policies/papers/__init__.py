@@ -1,1 +1,0 @@
-"""Policies from papers, and their parts."""

@@ -1,1 +1,0 @@
-"""Orders, victims and admissions for any policy."""

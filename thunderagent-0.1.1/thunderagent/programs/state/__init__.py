@@ -1,1 +1,0 @@
-"""Programs and replicas, who holds what where, and the book of it all."""

@@ -1,1 +1,0 @@
-"""The HTTP side: turns, the admin API, metrics."""

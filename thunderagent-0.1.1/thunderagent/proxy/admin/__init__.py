@@ -1,1 +1,0 @@
-"""The admin API: programs, replicas and the queue, their history, and what an operator may do."""

@@ -1,1 +1,0 @@
-"""For trainers: control of engines, weight syncs, and leases for turns that bypass the proxy."""

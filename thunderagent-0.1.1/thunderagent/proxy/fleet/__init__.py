@@ -1,1 +1,0 @@
-"""The replicas: which exist, their state, and what each is told beside the turns."""

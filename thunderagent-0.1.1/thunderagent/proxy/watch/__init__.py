@@ -1,1 +1,0 @@
-"""Observability: metrics, history, the feed of events, spans."""

@@ -1,1 +1,0 @@
-"""Which of several schedulers leads: a lock with an epoch, the leader's log, and the takeover."""

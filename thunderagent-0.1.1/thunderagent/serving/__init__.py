@@ -1,1 +1,0 @@
-"""Running the proxy: built from the configuration, run in one process, reloaded, ended."""

@@ -1,1 +1,0 @@
-"""`thunderagent simulate` and `thunderagent compare`: their options and output."""

@@ -1,1 +1,0 @@
-"""Many runs: which policies at which load, on all cores."""

@@ -1,1 +1,0 @@
-"""Figures of one run, its bounds, and intervals over several runs."""

@@ -1,1 +1,0 @@
-"""One run: clients, tools, engines and the scheduler in virtual time."""

@@ -1,1 +1,0 @@
-"""What programs do: drawn from distributions, or read from recordings."""

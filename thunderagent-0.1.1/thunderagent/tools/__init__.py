@@ -1,1 +1,0 @@
-"""Sandboxes: the environments of programs' tools, ready before they are needed, gone when they are not."""

@@ -1,5 +1,0 @@
-"""Sandboxes on Kubernetes."""
-
-from thunderagent.tools.kubernetes.driver import KubernetesDriver
-
-__all__ = ["KubernetesDriver"]
