@@ -36,6 +36,9 @@ LAYERS = 4
 MAX_MODEL_LEN = 4096
 POOL_BLOCKS = 256
 MAX_SEQS = 8  # so that few requests fill the engine
+IN_ONE = (("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),)
+"""Makes vLLM's scheduler and its worker one process: each imports PyTorch and vLLM anew, nine seconds of a processor."""
+
 PUBLISHING_BLOCKS = 160  # which three programs exceed
 SGLANG_TOKENS = 6000
 TEMPLATE = (
@@ -56,16 +59,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def vllm(require_real: Callable[[str], NoReturn], pytestconfig: pytest.Config) -> Iterator[None]:
-    """Make vLLM's environment and the model; the first time takes some minutes and is announced.
-
-    The scheduler and the worker of an engine are one process: each process of an engine imports PyTorch and vLLM anew,
-    which takes nine seconds of a processor.
-    """
+def vllm(require_real: Callable[[str], NoReturn], pytestconfig: pytest.Config) -> None:
+    """Make vLLM's environment and the model; the first time takes some minutes and is announced."""
     _install("vllm", require_real, pytestconfig)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        yield
 
 
 @pytest.fixture(scope="session")
@@ -215,6 +211,7 @@ def _engine_config(port: int) -> RealEngineConfig:
         port=port,
         core=None,
         extra_args=("--max-num-seqs", str(MAX_SEQS), "--enable-scale-out"),  # which has /inference/v1/generate
+        extra_variables=IN_ONE,
     )
 
 
@@ -226,6 +223,7 @@ def sglang_config(*extra_args: str) -> RealEngineConfig:
         pool_blocks=SGLANG_TOKENS,
         block_size=1,
         extra_args=("--max-running-requests", "1", "--enable-session-radix-cache", *extra_args),
+        extra_variables=(),
     )
 
 
@@ -242,4 +240,5 @@ def text_config(kind: str, template: Path, *flags: str, tells_cached: bool = Tru
         ready_timeout_s=600,
         tells_cached=tells_cached,
         extra_args=("--chat-template", str(template), *flags, *(("--enable-scale-out",) if is_vllm else ())),
+        extra_variables=IN_ONE if is_vllm else (),
     )

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 MINORS = (11, 12, 13, 14)
-BESIDE_OTHERS = (12, sys.version_info.minor)
+NIGHTLY_MINORS = (12, sys.version_info.minor)
 """One lies between others; on ours README's commands and the compiled wheel are tried, too."""
 BESIDE = ("thunderagent-nova", "thunderagent-workflows")
 """The packages of `packages/` that stand on thunderagent."""
@@ -204,7 +204,7 @@ def run_the_readmes_example(built: Path, proxy_wheel: Path, python: str, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "minor", [pytest.param(each, marks=pytest.mark.nightly) if each in BESIDE_OTHERS else each for each in MINORS]
+    "minor", [pytest.param(each, marks=pytest.mark.nightly) if each in NIGHTLY_MINORS else each for each in MINORS]
 )
 def test_the_readmes_example_runs_in_an_empty_environment(built: Path, tmp_path: Path, minor: int) -> None:
     """It runs on every available Python."""
