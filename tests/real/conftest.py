@@ -37,7 +37,7 @@ MAX_MODEL_LEN = 4096
 POOL_BLOCKS = 256
 MAX_SEQS = 8  # so that few requests fill the engine
 IN_ONE = (("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),)
-"""Makes vLLM's scheduler and its worker one process: each imports PyTorch and vLLM anew, nine seconds of a processor."""
+"""Makes the scheduler and the worker of a vLLM one process: each imports all anew, nine seconds of a processor."""
 
 PUBLISHING_BLOCKS = 160  # which three programs exceed
 SGLANG_TOKENS = 6000
