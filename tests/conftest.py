@@ -63,13 +63,27 @@ def loggers_are_not_kept() -> Iterator[None]:
         yield
 
 
+SHARED = ("engines", "publishing", "cacheless", "sglang", "clients")
+"""Fixtures of real tests that take long to set up: tests that share one run in one process."""
+
+
 @pytest.hookimpl(tryfirst=True)  # before the groups are read
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group tests of real parts to run in parallel: those of each kind of engine, of Docker, and all others."""
+    """Group tests of real parts to run in parallel: those that share an engine or clients, and else those of each file.
+
+    Those of two engines, the longest group, come early, so that short ones are left for the end; but after the
+    browser's: on a new machine their environment may still be installed.
+    """
+    places = {}
     for item in items:
-        if "tests/real/" in item.path.as_posix() or "tests/e2e/" in item.path.as_posix():
-            kinds = [kind for kind in ("vllm", "sglang", "docker_engine") if kind in getattr(item, "fixturenames", ())]
-            item.add_marker(pytest.mark.xdist_group(kinds[0] if kinds else "beside"))
+        path, places[item] = item.path.as_posix(), 0
+        if "tests/real/" in path or "tests/e2e/" in path:
+            if item.get_closest_marker("xdist_group") is None:
+                group = next((each for each in SHARED if each in getattr(item, "fixturenames", ())), item.path.stem)
+                item.add_marker(pytest.mark.xdist_group(group))
+            (group,) = (mark.args[0] for mark in item.iter_markers("xdist_group"))
+            places[item] = 1 if group == "engines" else 2 if "tests/real/" in path else 0
+    items.sort(key=places.__getitem__)
 
 
 def pytest_collection_finish() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import threading
 from functools import partial
@@ -151,8 +152,15 @@ async def typed(box: Locator, text: str) -> None:
 async def test_no_page_is_wider_than_the_screen(site: str, open_page: OpenPage) -> None:
     """Wide tables and code scroll by themselves; every picture is there, in the dark, too."""
     fits = "width => window.innerWidth === width && document.documentElement.scrollWidth <= width"
+
+    async def search_nothing(page: Page) -> None:
+        """Give each page an index of one entry: to read the site's words takes longer than the page itself."""
+        index = json.loads(Path(SITE, __version__, "search/search_index.json").read_text())
+        index["docs"] = index["docs"][:1]
+        await page.route("**/search/search_index.json", lambda route: route.fulfill(json=index))
+
     missing = "[...document.images].filter(image => image.complete && !image.naturalWidth).map(image => image.src)"
-    async with open_page(site, path=f"/{__version__}/") as page:
+    async with open_page(site, path=f"/{__version__}/", prepare=search_nothing) as page:
         for name in pages():
             place = re.sub(r"(index)?\.md$", "/", name).replace("//", "/").removeprefix("/")
             await page.goto(f"{site}/{__version__}/{place}")

@@ -19,8 +19,9 @@ import pytest
 
 from benchmarks.environments import made_once
 from tests.integration.support import running_proxy
+from tests.real.client_runner import PAGES
 from tests.real.scripted_model import ScriptedModel
-from tests.real.test_integrations import PAGES, Seen, python, run_script  # noqa: F401 - a fixture
+from tests.real.test_integrations import Seen
 from thunderagent.programs.messages import Event, TurnAsk, TurnEnd
 from thunderagent.simulator.embedded.options import ServerConfig
 from thunderagent.simulator.embedded.server import running
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
     from tests.integration.support import RunningProxy
+    from tests.real.client_runner import ClientRunner
     from thunderagent.programs.messages import Decision
 
 DEADLINE_S = 180.0  # OpenCode alone took 60 s on a busy machine
@@ -279,6 +281,8 @@ async def test_a_sub_agent_of_opencode_is_a_program_that_ends_with_its_parent_s_
         assert sessions[1] not in programs or programs[sessions[1]].parent_id == sessions[0]
         assert sessions[0] in programs
         assert sessions[1] not in {key for key, each in programs.items() if each.claim_tokens}
+    assert_headers_of_row(script, next(row for row in sent_by_table() if client_name(row) == "OpenCode"))
+    assert script.asked[0][1]["User-Agent"].startswith("opencode/")
 
 
 # --- who sends what
@@ -339,7 +343,27 @@ def client_name(row: str) -> str:
     return re.sub(r" [\d.]+\d.*", "", row)
 
 
-@pytest.mark.parametrize("row", sent_by_table(), ids=client_name)
+def assert_headers_of_row(model: ScriptedModel, row: str) -> None:
+    """Check that a client sent of what the proxy reads neither more nor less than its row says."""
+    sent = {header.lower() for _, headers, _ in model.asked for header in headers}
+    assert sent & CLIENT_HEADERS == sent_by_table()[row]
+
+
+ROWS = [row for row in sent_by_table() if client_name(row) != "OpenCode"]
+"""Those of which no test above sees all that is sent."""
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if client_name(row) in PYTHON_CLIENTS], ids=client_name)
+async def test_a_client_for_python_sends_the_headers_of_its_row(row: str, clients: ClientRunner) -> None:
+    """Neither more nor fewer of those that the proxy reads."""
+    model = ScriptedModel(tool="none")
+    async with model.running(), running_proxy(model.url) as proxy:
+        before = f'PROXY = {proxy.url!r}\nMESSAGES = [{{"role": "user", "content": "hello"}}]\n'
+        await clients.run(before + PYTHON_CLIENTS[client_name(row)])
+        assert_headers_of_row(model, row)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if client_name(row) not in PYTHON_CLIENTS], ids=client_name)
 async def test_a_client_sends_the_headers_of_its_row(row: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """Neither more nor fewer of those that the proxy reads."""
     name = client_name(row)
@@ -347,21 +371,12 @@ async def test_a_client_sends_the_headers_of_its_row(row: str, request: pytest.F
     model = ScriptedModel(tool="none")
     if name == "Claude Code":
         model = ScriptedModel(tool="Agent", arguments=asked, leaf_header="X-Claude-Code-Parent-Agent-Id")
-    elif name == "OpenCode":
-        asked = {"description": "ask", "prompt": "What is the weather?", "subagent_type": "general"}
-        model = ScriptedModel(tool="task", arguments=asked, leaf_header="X-Parent-Session-Id")
     async with model.running(), running_proxy(model.url) as proxy:
-        if name in PYTHON_CLIENTS:
-            before = f'PROXY = {proxy.url!r}\nMESSAGES = [{{"role": "user", "content": "hello"}}]\n'
-            await run_script(request.getfixturevalue("python"), before + PYTHON_CLIENTS[name])
-        elif name.endswith("for Node"):
+        if name.endswith("for Node"):
             folder = request.getfixturevalue("node_folder")
             (tmp_path / "client.cjs").write_text(NODE_CLIENTS.replace("http://127.0.0.1:8300", proxy.url))
             line = f"NODE_PATH={folder} node client.cjs {name.partition(' ')[0]}"
             assert "answered" in await type_in(line, proxy, folder / ".bin", tmp_path)
-        elif name == "OpenCode":
-            folder = request.getfixturevalue("node_folder")
-            await type_in(opencode_config(tmp_path, proxy), proxy, folder / ".bin", tmp_path)
         else:
             folder = request.getfixturevalue("programs_folder")
             page_name = name.lower().replace(" ", "-")
@@ -370,9 +385,6 @@ async def test_a_client_sends_the_headers_of_its_row(row: str, request: pytest.F
                 config = blocks("codex", "toml")[0].replace("http://127.0.0.1:8300", proxy.url)
                 (tmp_path / "config.toml").write_text(config)
             await type_in(line, proxy, folder, tmp_path)
-        sent = {header.lower() for _, headers, _ in model.asked for header in headers}
-        assert sent & CLIENT_HEADERS == sent_by_table()[row]
+        assert_headers_of_row(model, row)
         if name.endswith("for Node"):
             assert {key.lower(): value for key, value in model.asked[0][1].items()}["x-stainless-runtime"] == "node"
-        if name == "OpenCode":
-            assert model.asked[0][1]["User-Agent"].startswith("opencode/")

@@ -57,7 +57,7 @@ def text_of(stream: bytes) -> str:
 
 async def test_a_keep_mode_pause_in_mid_generation_costs_nothing(engine: RealEngine, proxy_of_one: Server) -> None:
     """The stream stops, continues, and equals the engine's answer without a proxy and without a pause."""
-    body = completion(tokens_in(1), 1500)
+    body = completion(tokens_in(1), 700)
     async with httpx2.AsyncClient(timeout=60) as client:
         expected = (await client.post(f"{engine.url}{COMPLETIONS}", json=body)).json()["choices"][0]["text"]
         named = {**body, "stream": True, "program_id": "paused"}

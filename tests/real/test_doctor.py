@@ -6,17 +6,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks.real_engine import RealEngine, RealEngineConfig
-from tests.loopback import free_ports
-from tests.real.conftest import HIDDEN_SIZE, LAYERS
 from thunderagent.cli import build_parser
 from thunderagent.doctor import command
 from thunderagent.doctor.findings import Finding, Level
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from benchmarks.real_engine import RealEngine
 
-MAX_MODEL_LEN = 2048
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 async def found(*argv: str) -> dict[str, Finding]:
@@ -32,32 +29,14 @@ def first_polls_may_be_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "FIRST_POLLS_S", 60.0)
 
 
-@pytest.fixture
-async def unsound(vllm: None) -> AsyncIterator[RealEngine]:
-    """Run an engine without prefix caching, which does not report cached tokens."""
-    (port,) = free_ports(1)
-    config = RealEngineConfig(
-        hidden_size=HIDDEN_SIZE,
-        layers=LAYERS,
-        pool_blocks=80,
-        max_model_len=MAX_MODEL_LEN,
-        port=port,
-        core=None,
-        tells_cached=False,
-        extra_args=("--no-enable-prefix-caching",),
-    )
-    async with RealEngine(config) as engine:
-        yield engine
-
-
 async def test_two_sound_engines_have_no_fault(engines: tuple[RealEngine, RealEngine]) -> None:
     """Checked by their own reports, and by three prompts and two turns."""
     assert await found("--backends", ",".join(engine.url for engine in engines)) == {}
 
 
-async def test_doctor_finds_what_is_wrong_with_an_engine(unsound: RealEngine) -> None:
+async def test_doctor_finds_what_is_wrong_with_an_engine(cacheless: RealEngine) -> None:
     """Found by vLLM's own reports."""
-    findings = await found("--backends", unsound.url)
+    findings = await found("--backends", cacheless.url)
     assert findings["prefix_caching"].level is Level.FAULT
     assert "--enable-prefix-caching" in findings["prefix_caching"].remedy
     assert "--enable-prompt-tokens-details" in findings["second_turn_hit"].remedy

@@ -12,9 +12,8 @@ import httpx2
 import pytest
 
 from benchmarks.engine_kinds import MODEL_NAME
-from benchmarks.real_engine import RealEngine, RealEngineConfig
-from tests.loopback import free_ports
-from tests.real.conftest import HIDDEN_SIZE, LAYERS, MAX_MODEL_LEN
+from benchmarks.real_engine import RealEngine
+from tests.real.conftest import text_config
 from tests.real.support import CHAT, events, words
 
 if TYPE_CHECKING:
@@ -23,12 +22,6 @@ if TYPE_CHECKING:
     from tests.real.conftest import RunProxy
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900, func_only=True)]
-
-TEMPLATE = (
-    "{% for message in messages %}<{{ message['role'] }}>\n{{ message['content'] or '' }}</s>\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>\n{% endif %}"
-)
-"""As most have it: each message ends with the model's end token, and something follows."""
 
 END_TOKEN, END_BIAS = 0, 6.0
 """Of the text tokenizer; so that a random model ends its answers after some 10 tokens."""
@@ -63,25 +56,33 @@ async def converse(client: httpx2.AsyncClient, program_id: str, seed: int) -> li
     return turns
 
 
-@pytest.mark.parametrize("kind", ["vllm", pytest.param("sglang", marks=pytest.mark.nightly)])
 async def test_turns_extend_each_other_though_the_tokenizer_would_not(
-    vllm: None, sglang: None, run_proxy: RunProxy, tmp_path: Path, kind: str
+    cacheless: RealEngine, run_proxy: RunProxy
 ) -> None:
     """With an exact prompt each turn after an ended answer extends it; without, four in ten do not."""
-    template = tmp_path / "template.jinja"
-    template.write_text(TEMPLATE)
-    async with text_engine(kind, template) as engine:
-        links: dict[str, list[tuple[str, str]]] = {}
-        cached: dict[str, int] = {}
-        for name, options in (("off", ()), ("on", ("--rollout-prefix", "supply"))):
-            async with (
-                run_proxy((engine,), "--rollouts", "ids", *options) as proxy,
-                httpx2.AsyncClient(base_url=proxy.url, timeout=300) as client,
-            ):
-                turns = [await converse(client, f"{name}-{seed}", seed) for seed in range(PROGRAMS_COUNT)]
-            links[name] = [(turn["prefix"], turn["link"]) for of_program in turns for turn in of_program[1:]]
-            cached[name] = sum(turn["cached_tokens"] or 0 for of_program in turns for turn in of_program)
-    print(kind, links, cached)
+    await check_links(cacheless, run_proxy)
+
+
+@pytest.mark.nightly  # a second engine; tests/integration/test_exact_prefix.py has its requests
+async def test_turns_extend_each_other_on_sglang(sglang: None, run_proxy: RunProxy, tmp_path: Path) -> None:
+    """The same, with its own requests."""
+    async with RealEngine(text_config("sglang", tmp_path / "template.jinja")) as engine:
+        await check_links(engine, run_proxy)
+
+
+async def check_links(engine: RealEngine, run_proxy: RunProxy) -> None:
+    """Run programs without and with exact prompts, and check how their turns are linked."""
+    links: dict[str, list[tuple[str, str]]] = {}
+    cached: dict[str, int] = {}
+    for name, options in (("off", ()), ("on", ("--rollout-prefix", "supply"))):
+        async with (
+            run_proxy((engine,), "--rollouts", "ids", *options) as proxy,
+            httpx2.AsyncClient(base_url=proxy.url, timeout=300) as client,
+        ):
+            turns = [await converse(client, f"{name}-{seed}", seed) for seed in range(PROGRAMS_COUNT)]
+        links[name] = [(turn["prefix"], turn["link"]) for of_program in turns for turn in of_program[1:]]
+        cached[name] = sum(turn["cached_tokens"] or 0 for of_program in turns for turn in of_program)
+    print(links, cached)
     assert {prefix for prefix, _ in links["off"]} == {""}
     drifts_count = sum(link == "drift" for _, link in links["off"])
     assert drifts_count > len(links["off"]) / 4, "the tokenizer comes to the same tokens"
@@ -90,22 +91,3 @@ async def test_turns_extend_each_other_though_the_tokenizer_would_not(
     supplied_count = sum(prefix == "supplied" for prefix, _ in links["on"])
     assert supplied_count > len(links["on"]) / 4, "as many as drift without it, or so"
     assert sum(prefix in ("supplied", "same") for prefix, _ in links["on"]) >= len(links["on"]) / 2
-
-
-def text_engine(kind: str, template: Path) -> RealEngine:
-    """Return an engine whose tokens are pieces of text."""
-    (port,) = free_ports(1)
-    config = RealEngineConfig(
-        engine=kind,
-        hidden_size=HIDDEN_SIZE,
-        layers=LAYERS,
-        pool_blocks=256 if kind == "vllm" else 8192,
-        block_size=32 if kind == "vllm" else 1,
-        max_model_len=MAX_MODEL_LEN,
-        is_text=True,
-        port=port,
-        core=None,
-        ready_timeout_s=600,
-        extra_args=("--chat-template", str(template), *(("--enable-scale-out",) if kind == "vllm" else ())),
-    )
-    return RealEngine(config)

@@ -2,7 +2,7 @@
 
 A case runs for FAULT_SECONDS (60) with FAULT_PROGRAMS (2,000) programs that take FAULT_TURNS_PER_S (60); its seed is
 printed, and FAULT_SEED repeats its random draws. `scripts/nightly faults` runs all of them, `scripts/test --real` one
-of each kind for some seconds; FAULT_CASES names others for that, separated by commas.
+each of three kinds for some seconds; FAULT_CASES names others for that, separated by commas.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ async def test_fault_costs_no_turn(name: str, require_real: Callable[[str], NoRe
         print(f"{name}: {await run(NAMED[name], rig, load, SECONDS)}")
 
 
-async def test_one_fault_of_each_kind(require_real: Callable[[str], NoReturn], tmp_path: Path) -> None:
+async def test_a_crash_a_partition_and_a_loss_of_data(require_real: Callable[[str], NoReturn], tmp_path: Path) -> None:
     """The same, for some seconds each, one after another in one cell."""
     names = os.environ.get("FAULT_CASES", ",".join(SHORT)).split(",")
     async with a_rig([NAMED[name] for name in names], require_real, tmp_path) as rig:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx2
 import pytest
+import pytest_asyncio
 
 from benchmarks.engine_kinds import MODEL_NAME
 from benchmarks.real_engine import RealEngine
@@ -19,6 +20,8 @@ from tests.real.conftest import _engine_config
 from tests.real.support import CHAT, COMPLETIONS, chat, completion, metrics, words
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from tests.real.conftest import RunProxy
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -47,7 +50,8 @@ def turns(seed: int) -> dict[str, dict[str, Any]]:
 class Asks:
     """Sends turns through a proxy, and reads what the engine counts."""
 
-    def __init__(self, client: httpx2.AsyncClient, engine: RealEngine) -> None:
+    def __init__(self, client: httpx2.AsyncClient, engine: RealEngine, *, is_fenced: bool = True) -> None:
+        self.is_fenced = is_fenced
         self._client = client
         self._engine = engine
 
@@ -70,23 +74,29 @@ class Asks:
             assert answer.status_code == 200, answer.text
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=["turn", ""], ids=["fenced", "open"])
+async def asks(
+    request: pytest.FixtureRequest, engines: tuple[RealEngine, RealEngine], run_proxy: RunProxy
+) -> AsyncIterator[Asks]:
+    """Send turns through a proxy with a fence, and through one without."""
+    options = ("--fence", request.param) if request.param else ()
+    async with (
+        run_proxy((engines[0],), *options) as proxy,
+        httpx2.AsyncClient(base_url=proxy.url, timeout=120) as client,
+    ):
+        yield Asks(client, engines[0], is_fenced=bool(options))
+
+
 @pytest.mark.parametrize("path", list(turns(0)))
-async def test_vllm_reuses_nothing_of_older_weights(
-    engines: tuple[RealEngine, RealEngine], run_proxy: RunProxy, path: str
-) -> None:
+async def test_vllm_reuses_nothing_of_older_weights(asks: Asks, path: str) -> None:
     """The first turn after each update hits nothing, the second does; without a fence the first does, too."""
-    for seed, options in ((1, ("--fence", "turn")), (2, ())):
-        async with (
-            run_proxy((engines[0],), *options) as proxy,
-            httpx2.AsyncClient(base_url=proxy.url, timeout=120) as client,
-        ):
-            asks, body = Asks(client, engines[0]), turns(seed + 10 * list(turns(0)).index(path))[path]
-            await asks.hit_tokens(path, body, "a")
-            for number in range(UPDATES_COUNT):
-                assert await asks.hit_tokens(path, body, "a") > 100
-                await asks.update()
-                hit_tokens = await asks.hit_tokens(path, body, f"new-{number}" if number % 2 else "a")
-                assert hit_tokens == 0 if options else hit_tokens > 100
+    body = turns(1 + asks.is_fenced + 10 * list(turns(0)).index(path))[path]
+    await asks.hit_tokens(path, body, "a")
+    for number in range(UPDATES_COUNT):
+        assert await asks.hit_tokens(path, body, "a") > 100
+        await asks.update()
+        hit_tokens = await asks.hit_tokens(path, body, f"new-{path}-{number}" if number % 2 else "a")
+        assert hit_tokens == 0 if asks.is_fenced else hit_tokens > 100
 
 
 async def test_vllm_clears_its_cache_when_it_is_paused_unless_told_otherwise(

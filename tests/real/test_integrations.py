@@ -5,18 +5,14 @@ The clients of these pages also run with the embedded engine, which generates, c
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import re
-from asyncio.subprocess import PIPE
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks.environments import RealEngineError, ensure_environment
 from tests.integration.support import metrics_of, running_proxy
+from tests.real.client_runner import PAGES, PYTHON_PAGES
 from tests.real.scripted_model import ScriptedModel
 from thunderagent.programs.messages import Decision, Event, ProgramReleased, TurnAsk, TurnEnd
 from thunderagent.simulator.embedded.options import ServerConfig
@@ -25,20 +21,9 @@ from thunderagent.simulator.engine.records import EngineConfig
 from thunderagent.simulator.engine.timing import profile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from typing import NoReturn
+    from collections.abc import Sequence
 
-PAGES = Path(__file__).parents[2] / "docs" / "integrations"
-PYTHON_PAGES = {"openai": 2, "anthropic": 2, "litellm": 1, "langchain": 2, "openai-agents": 2}
-"""Pages whose code runs unchanged, and its number of turns."""
-DEADLINE_S = 180.0
-
-
-def requirements(name: str) -> list[str]:
-    """Return the packages that a page names, in versions that are known to work."""
-    found = re.search(r"^pip install (.+)$", (PAGES / f"{name}.md").read_text(), re.MULTILINE)
-    assert found is not None, name
-    return found[1].split()
+    from tests.real.client_runner import ClientRunner
 
 
 def code(name: str) -> str:
@@ -46,18 +31,6 @@ def code(name: str) -> str:
     found = re.search(r"^```python\n(.*?)^```", (PAGES / f"{name}.md").read_text(), re.DOTALL | re.MULTILINE)
     assert found is not None, name
     return found[1]
-
-
-@pytest.fixture(scope="module")
-def python(require_real: Callable[[str], NoReturn], pytestconfig: pytest.Config) -> Path:
-    """Make one environment with the packages of all pages; the first time takes a minute and is announced."""
-    wanted = sorted({package for name in PYTHON_PAGES for package in requirements(name)})
-    capture = pytestconfig.pluginmanager.getplugin("capturemanager")
-    try:
-        with capture.global_and_fixture_disabled():
-            return ensure_environment("clients", wanted, "about 0.5 GB, a minute")
-    except RealEngineError as error:
-        require_real(f"no clients: {error}")
 
 
 class Seen:
@@ -85,29 +58,14 @@ class Seen:
             self.released.append(event.program_id)
 
 
-async def run_script(python: Path, script: str) -> str:
-    """Run a script and return its output."""
-    environment = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "NO_PROXY": "127.0.0.1"}
-    process = await asyncio.create_subprocess_exec(str(python), "-c", script, stdout=PIPE, stderr=PIPE, env=environment)
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            output, errors = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    assert process.returncode == 0, errors.decode()
-    return output.decode()
-
-
 @pytest.mark.parametrize(("name", "turns_count"), PYTHON_PAGES.items(), ids=list(PYTHON_PAGES))
-async def test_the_page_s_code_is_one_program(python: Path, name: str, turns_count: int) -> None:
+async def test_the_page_s_code_is_one_program(clients: ClientRunner, name: str, turns_count: int) -> None:
     """Its turns belong to one program, their usage and tool are read, its answer arrives, and it is released."""
     async with ScriptedModel().running() as model, running_proxy(model.url) as proxy:
         seen = Seen()
         proxy.runtime.observe(seen)
         script = code(name).replace("http://127.0.0.1:8300", proxy.url)
-        output = await run_script(python, script)
+        output = await clients.run(script)
         assert "sunny" in output or "hello to you" in output
         assert len(seen.arrived) == seen.finished_count == turns_count
         assert len({*seen.arrived}) == 1
@@ -115,7 +73,7 @@ async def test_the_page_s_code_is_one_program(python: Path, name: str, turns_cou
         assert [bool(tool) for tool in seen.tools] == [number < turns_count - 1 for number in range(turns_count)]
 
 
-async def test_the_graph_of_langchain_calls_both_tools_on_simulated_engines(python: Path) -> None:
+async def test_the_graph_of_langchain_calls_both_tools_on_simulated_engines(clients: ClientRunner) -> None:
     """As `thunderagent serve` has them: call, result, call, result, words."""
     async with (
         running(ServerConfig(EngineConfig(kv_tokens=16_000), port=0, grace_s=0)) as one,
@@ -123,7 +81,7 @@ async def test_the_graph_of_langchain_calls_both_tools_on_simulated_engines(pyth
     ):
         seen = Seen(output_tokens=None)
         proxy.runtime.observe(seen)
-        output = await run_script(python, code("langchain").replace("http://127.0.0.1:8300", proxy.url))
+        output = await clients.run(code("langchain").replace("http://127.0.0.1:8300", proxy.url))
         assert output.index("sunny in ") < output.index("2,000,000 in ")
         assert seen.tools == ["weather", "population", ""]
         assert seen.released == seen.arrived[:1] != [None]
@@ -239,12 +197,12 @@ print(len(messages) == 4 and not calls)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-async def test_a_client_s_other_ways_to_ask(python: Path, name: str) -> None:
+async def test_a_client_s_other_ways_to_ask(clients: ClientRunner, name: str) -> None:
     """Responses, messages and streams through real clients: each request is a turn whose usage is read."""
     async with ScriptedModel().running() as model, running_proxy(model.url) as proxy:
         seen = Seen()
         proxy.runtime.observe(seen)
-        output = await run_script(python, f"PROXY = {proxy.url!r}\n{VARIANTS[name]}")
+        output = await clients.run(f"PROXY = {proxy.url!r}\n{VARIANTS[name]}")
         assert "True" in output
         assert "False" not in output
         assert seen.finished_count == len(seen.arrived) == 2
@@ -398,13 +356,13 @@ CONVERSATION_TURNS = 4
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
-async def test_a_conversation_with_an_engine_is_one_program(python: Path, name: str) -> None:
+async def test_a_conversation_with_an_engine_is_one_program(clients: ClientRunner, name: str) -> None:
     """Whole and streamed, named by a header or in the body: each request is exactly one turn and one generation."""
     config = ServerConfig(EngineConfig(kv_tokens=64_000, timing=profile("instant")), port=0, grace_s=0)
     async with running(config) as engine_url, running_proxy(engine_url) as proxy:
         seen = Seen(output_tokens=None)
         proxy.runtime.observe(seen)
-        output = await run_script(python, f"PROXY = {proxy.url!r}\n{BEFORE}{CONVERSATIONS[name]}{AFTER}")
+        output = await clients.run(f"PROXY = {proxy.url!r}\n{BEFORE}{CONVERSATIONS[name]}{AFTER}")
         (program,), released = map(json.loads, output.splitlines()[-2:])
         assert (program["program_id"], program["turn_count"]) == ("task-1", CONVERSATION_TURNS)
         assert seen.arrived == ["task-1"] * CONVERSATION_TURNS
@@ -497,14 +455,14 @@ def population(city: str, year: int) -> str:
 
 
 @pytest.mark.parametrize("name", LOOPS)
-async def test_an_agent_loop_with_two_tools_ends_on_simulated_engines(python: Path, name: str) -> None:
+async def test_an_agent_loop_with_two_tools_ends_on_simulated_engines(clients: ClientRunner, name: str) -> None:
     """Call, result, call, result, words: three turns of one program, whose tools ran, and whose release is seen."""
     config = ServerConfig(EngineConfig(kv_tokens=64_000, timing=profile("instant")), port=0, grace_s=0)
     async with running(config) as one, running(config) as other, running_proxy(one, other) as proxy:
         seen = Seen(output_tokens=None)
         proxy.runtime.observe(seen)
         script = f"PROXY = {proxy.url!r}\n{BEFORE}{LOOP_TOOLS}{LOOPS[name]}\nprint(json.dumps(done)){AFTER}"
-        called, programs, released = map(json.loads, (await run_script(python, script)).splitlines()[-3:])
+        called, programs, released = map(json.loads, (await clients.run(script)).splitlines()[-3:])
         assert called == ["weather", "population"]
         assert [(program["program_id"], program["turn_count"]) for program in programs] == [("task-1", 3)]
         assert seen.arrived == ["task-1"] * 3

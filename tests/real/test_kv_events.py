@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import httpx2
 import pytest
-import pytest_asyncio
 
-from benchmarks.real_engine import RealEngine, RealEngineConfig
 from tests.integration.support import until
-from tests.loopback import free_ports
-from tests.real.conftest import HIDDEN_SIZE, LAYERS, MAX_MODEL_LEN
 from tests.real.support import CHAT, conversation, words
 from thunderagent.backends.kv_events import KvEvents, KvEventsEndpoint, KvEventsSettings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+    from benchmarks.real_engine import RealEngine
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 BLOCK_TOKENS = 32
-POOL_BLOCKS = 160
 SYSTEM = {"role": "system", "content": words(200, seed=900)}
 # The last block is not full, and the last token's keys and values are never computed.
 UNSEEN_TOKENS = BLOCK_TOKENS
@@ -80,32 +76,6 @@ def hash_free_seed(program_id: str, turn: int) -> int:
     return int.from_bytes(program_id.encode(), "big") * 100 + turn
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def publishing(vllm: None) -> AsyncIterator[tuple[RealEngine, KvEventsEndpoint]]:
-    """Run an engine that publishes its KV events."""
-    port, events_port, replay_port = free_ports(3)
-    # vLLM connects to an address without a * instead of listening on it.
-    kv_events = {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "endpoint": f"tcp://*:{events_port}",
-        "replay_endpoint": f"tcp://*:{replay_port}",
-    }
-    config = RealEngineConfig(
-        hidden_size=HIDDEN_SIZE,
-        layers=LAYERS,
-        pool_blocks=POOL_BLOCKS,
-        block_size=BLOCK_TOKENS,
-        max_model_len=MAX_MODEL_LEN,
-        port=port,
-        core=None,
-        extra_args=("--kv-events-config", json.dumps(kv_events)),
-    )
-    addresses = (f"tcp://127.0.0.1:{events_port}", f"tcp://127.0.0.1:{replay_port}")
-    async with RealEngine(config) as engine:
-        yield engine, KvEventsEndpoint("r", *addresses)
-
-
 @asynccontextmanager
 async def following(endpoint: KvEventsEndpoint) -> AsyncIterator[Residency]:
     residency = Residency()
@@ -122,6 +92,7 @@ async def test_resident_blocks_match_the_reported_usage_through_pressure_and_a_r
 ) -> None:
     """Two programs grow; one is evicted, tail first; a late subscriber agrees; a new engine is empty."""
     engine, endpoint = publishing
+    await engine.reset_prefix_cache()
     async with httpx2.AsyncClient(timeout=60) as client, following(endpoint) as residency:
         await asyncio.sleep(0.5)
         first, second, crowd = (Program(name, engine, client) for name in ("first", "zwölf/2", "crowd"))

@@ -29,7 +29,7 @@ LOAD = LoadSpec(
 )
 PROGRAMS = 20
 KILLED_AFTER_TURNS = 10
-STREAMED_TOKENS = 2000  # some seconds: a stream that ended before the proxy got the signal would not keep it alive
+STREAMED_TOKENS = 400
 
 
 async def test_an_engine_that_dies_and_comes_back_costs_no_program(
@@ -84,17 +84,25 @@ async def generated_tokens(client: httpx2.AsyncClient, engine: RealEngine) -> fl
 async def test_a_proxy_that_is_told_to_end_finishes_its_streams(
     engines: tuple[RealEngine, RealEngine], run_proxy: RunProxy
 ) -> None:
-    """After SIGTERM a stream goes on to its last byte, new turns get 503, and then the process ends with status 0."""
+    """After SIGTERM a stream goes on to its last byte, new turns get 503, and then the process ends with status 0.
+
+    The engine pauses meanwhile: a stream that ended first would not keep the proxy alive.
+    """
     body = chat(words(30, seed=3), STREAMED_TOKENS, stream=True)
     async with run_proxy(engines, "--grace-s", "300") as proxy, httpx2.AsyncClient(timeout=60) as client:
         pieces = []
         async with client.stream("POST", f"{proxy.url}{CHAT}", json=body) as response:
             relayed = response.aiter_bytes()
             pieces.append(await anext(relayed))
-            proxy.process.terminate()
-            await until(lambda: answers_503(client, f"{proxy.url}/ready"))
-            refused = await client.post(f"{proxy.url}{CHAT}", json=chat("w1", 1))
-            assert refused.status_code == 503
+            served = f"http://{response.headers['X-Replica-ID']}"
+            assert (await client.post(f"{served}/pause?mode=keep&clear_cache=false")).status_code == 200
+            try:
+                proxy.process.terminate()
+                await until(lambda: answers_503(client, f"{proxy.url}/ready"))
+                refused = await client.post(f"{proxy.url}{CHAT}", json=chat("w1", 1))
+                assert refused.status_code == 503
+            finally:
+                assert (await client.post(f"{served}/resume")).status_code == 200
             pieces += [piece async for piece in relayed]
         chunks = events(b"".join(pieces))
         assert chunks[-1]["choices"][0]["finish_reason"] == "length"

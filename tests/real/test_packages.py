@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 MINORS = (11, 12, 13, 14)
+NIGHTLY_MINORS = (12, sys.version_info.minor)
+"""One lies between others; on ours README's commands and the compiled wheel are tried, too."""
 BESIDE = ("thunderagent-nova", "thunderagent-workflows")
 """The packages of `packages/` that stand on thunderagent."""
 TURN = """client.chat.completions.create(
@@ -147,18 +149,6 @@ def test_a_wheel_beside_has_every_module_and_its_types(built: Path, name: str) -
     assert names(wheel(built, name)) == modules | {f"{name.replace('-', '_')}/py.typed"}
 
 
-def test_a_package_that_is_installed_adds_its_command(built: Path, tmp_path: Path) -> None:
-    """Without it the command says what to install."""
-    folder = tmp_path / "alone"
-    alone = environment(folder, sys.executable, str(wheel(built, "thunderagent")))
-    workflow = [str(alone / "thunderagent"), "workflow", "stubs", "--help"]
-    done = subprocess.run(workflow, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "install the package `thunderagent-workflows`" in done.stderr
-    install_in(folder, str(wheel(built, "thunderagent-workflows")))
-    assert "the declaration" in subprocess.run(workflow, capture_output=True, text=True, check=True).stdout
-
-
 def environment(folder: Path, python: str, *packages: str) -> Path:
     """Make a new environment with only these packages, and return its folder of commands."""
     without = ["--without-pip"] if python == sys.executable else []
@@ -214,7 +204,7 @@ def run_the_readmes_example(built: Path, proxy_wheel: Path, python: str, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "minor", [pytest.param(each, marks=pytest.mark.nightly) if each == 12 else each for each in MINORS]
+    "minor", [pytest.param(each, marks=pytest.mark.nightly) if each in NIGHTLY_MINORS else each for each in MINORS]
 )
 def test_the_readmes_example_runs_in_an_empty_environment(built: Path, tmp_path: Path, minor: int) -> None:
     """It runs on every available Python."""
@@ -231,47 +221,75 @@ def test_the_readmes_example_runs_on_the_compiled_wheel(built: Path, compiled: P
     assert said == f"thunderagent {thunderagent.__version__} (compiled)\n"
 
 
-def test_readme_alone_leads_from_a_checkout_to_an_agent_and_the_tests(tmp_path: Path) -> None:
-    """Its commands as they stand there, by a shell without variables: install, serve, both agents, test."""
-    readme = (ROOT / "README.md").read_text()
-    blocks = re.findall(r"^```(\w+)\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
-    shell = [text for language, text in blocks if language == "sh"]
-    checkout = tmp_path / "checkout"
-    named = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True)
-    for name in filter(None, named.stdout.split("\0")):
-        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, checkout / name)
-    env = {"PATH": f"{Path(sys.executable).resolve().parent}:{os.defpath}", "HOME": str(tmp_path)}
+class Checkout:
+    """A copy of what git has, in which README's commands run by a shell without variables."""
 
-    def run(script: str) -> str:
+    def __init__(self, folder: Path) -> None:
+        """Copy the files."""
+        self.root = folder / "checkout"
+        self.commands = self.root / ".venv/bin"
+        self._env = {"PATH": f"{Path(sys.executable).resolve().parent}:{os.defpath}", "HOME": str(folder)}
+        named = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True)
+        for name in filter(None, named.stdout.split("\0")):
+            (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, self.root / name)
+
+    def run(self, script: str, *, status: int = 0) -> str:
+        """Run a script; return what it said."""
         done = subprocess.run(
-            ["bash", "-euc", script], cwd=checkout, env=env, capture_output=True, check=False, text=True
+            ["bash", "-euc", script], cwd=self.root, env=self._env, capture_output=True, check=False, text=True
         )
-        assert done.returncode == 0, (script, (done.stdout + done.stderr)[-1500:])
-        return done.stdout
+        assert done.returncode == status, (script, (done.stdout + done.stderr)[-1500:])
+        return done.stdout + done.stderr
 
-    install, serve = shell[0].strip().splitlines()
+
+def blocks(path: Path, language: str) -> list[str]:
+    """Return the blocks of a page in a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", path.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    """Install the proxy by README's commands, as they stand there."""
+    checkout = Checkout(tmp_path_factory.mktemp("readme"))
+    install, serve = blocks(ROOT / "README.md", "sh")[0].strip().splitlines()
     assert serve.split()[:2] == ["thunderagent", "serve"]
-    (package,) = re.findall(r"With `(pip install \S+)`:", readme)
-    run(f"{install}\n{package}")
-    with serving(checkout / ".venv/bin", tmp_path) as url:
-        for text in (text for language, text in blocks if language == "python"):
+    checkout.run(install)
+    return checkout
+
+
+def test_readme_alone_leads_from_a_checkout_to_an_agent(checkout: Checkout, tmp_path: Path) -> None:
+    """Its commands as they stand there: install, serve, both agents."""
+    readme = ROOT / "README.md"
+    (package,) = re.findall(r"With `(pip install \S+)`:", readme.read_text())
+    checkout.run(f". .venv/bin/activate\n{package}")
+    with serving(checkout.commands, tmp_path) as url:
+        for text in blocks(readme, "python"):
             here = text.replace("http://127.0.0.1:8300", url).replace("program() as p", f"program(proxy={url!r}) as p")
-            (checkout / "agent.py").write_text(here.replace("...", TURN, 1))
-            run(". .venv/bin/activate\npython agent.py")
+            (checkout.root / "agent.py").write_text(here.replace("...", TURN, 1))
+            checkout.run(". .venv/bin/activate\npython agent.py")
         with urllib.request.urlopen(f"{url}/programs", timeout=10) as answer:
             assert json.load(answer)["total"] == 0
         with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
             assert b'thunderagent_turns_total{outcome="finished"} 2.0' in answer.read()
-    assert " passed" in run(f"{shell[1].strip()} tests/unit/test_bodies.py")
 
 
-def test_the_installation_of_the_tutorial_works(tmp_path: Path) -> None:
-    """Its commands run in an empty environment, from this checkout."""
-    page = (ROOT / "docs" / "start" / "simulated.md").read_text()
-    install = re.findall(r"^```sh\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[0]
-    script = install.replace(".venv", str(tmp_path / "venv")).replace("pip install .", f"pip install --quiet {ROOT}")
-    shell = ["bash", "-euc", f"{script}\nthunderagent --version"]
-    done = subprocess.run(shell, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^thunderagent \d", done.stdout, re.MULTILINE)
+def test_the_installation_of_the_tutorial_is_readmes(checkout: Checkout) -> None:
+    """Its commands, which installed a version that says what it is."""
+    install = blocks(ROOT / "docs/start/simulated.md", "sh")[0].strip().replace("source ", ". ").splitlines()
+    assert blocks(ROOT / "README.md", "sh")[0].splitlines()[0].partition("  #")[0].strip() == " && ".join(install)
+    assert re.search(r"^thunderagent \d", checkout.run(". .venv/bin/activate\nthunderagent --version"), re.MULTILINE)
+
+
+def test_a_package_that_is_installed_adds_its_command(built: Path, checkout: Checkout) -> None:
+    """Without it the command says what to install."""
+    workflow = ".venv/bin/thunderagent workflow stubs --help"
+    assert "install the package `thunderagent-workflows`" in checkout.run(workflow, status=2)
+    install_in(checkout.root / ".venv", str(wheel(built, "thunderagent-workflows")))
+    assert "the declaration" in checkout.run(workflow)
+
+
+@pytest.mark.nightly  # a minute of installing; .ci/run makes the same environment by the same command, from nothing
+def test_readme_alone_leads_from_a_checkout_to_the_tests(checkout: Checkout) -> None:
+    """Its command for the tests installs what they need, and runs them."""
+    assert " passed" in checkout.run(f"{blocks(ROOT / 'README.md', 'sh')[1].strip()} tests/unit/test_bodies.py")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,47 +10,24 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 import msgspec
 import pytest
-import pytest_asyncio
 import zmq
 from zmq.asyncio import Context
 
-from benchmarks.real_engine import RealEngine, RealEngineConfig
-from tests.loopback import free_ports
-from tests.real.conftest import HIDDEN_SIZE, LAYERS, MAX_MODEL_LEN
 from tests.real.support import COMPLETIONS, Programs, completion, priorities_in, words
 from thunderagent.backends.kv_messages import BlocksStored, read_events, read_message
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
     from pathlib import Path
 
+    from benchmarks.real_engine import RealEngine
     from tests.real.conftest import RunProxy
+    from thunderagent.backends.kv_events import KvEventsEndpoint
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-BLOCK_TOKENS = 32
 WAIT_S = 60.0
 TURNS = {"long-since": 6, "some-time": 4, "just-begun": 2, "new": 0}
 """Programs, and their numbers of earlier turns; the one with most is the oldest and the largest."""
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def one_at_a_time(vllm: None) -> AsyncIterator[tuple[RealEngine, str]]:
-    """Run an engine that serves one request at a time, and whose KV events show when it computed which blocks."""
-    port, events_port = free_ports(2)
-    kv_events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{events_port}"}
-    config = RealEngineConfig(
-        hidden_size=HIDDEN_SIZE,
-        layers=LAYERS,
-        pool_blocks=512,
-        block_size=BLOCK_TOKENS,
-        max_model_len=MAX_MODEL_LEN,
-        port=port,
-        core=None,
-        extra_args=("--max-num-seqs", "1", "--kv-events-config", json.dumps(kv_events)),
-    )
-    async with RealEngine(config) as engine:
-        yield engine, f"tcp://127.0.0.1:{events_port}"
 
 
 async def stored_at_s(address: str, found: list[tuple[float, str]]) -> None:
@@ -102,7 +78,7 @@ CASES = (
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.priority)
 async def test_the_engine_serves_in_the_order_of_the_priorities(
-    case: Case, one_at_a_time: tuple[RealEngine, str], run_proxy: RunProxy, tmp_path: Path
+    case: Case, publishing: tuple[RealEngine, KvEventsEndpoint], run_proxy: RunProxy, tmp_path: Path
 ) -> None:
     """Four turns wait in the engine behind a long one, the least important first: they are served in reverse.
 
@@ -110,7 +86,7 @@ async def test_the_engine_serves_in_the_order_of_the_priorities(
     """
     for number in range(5):
         log, salt = tmp_path / f"events-{number}.jsonl", f"{case.priority}-{number}"
-        if served := await order_of_service(case, salt, one_at_a_time, run_proxy, log):
+        if served := await order_of_service(case, salt, publishing, run_proxy, log):
             break
     given = priorities_in(log)
     assert len(set(given.values())) == len(TURNS), given
@@ -119,13 +95,13 @@ async def test_the_engine_serves_in_the_order_of_the_priorities(
 
 
 async def order_of_service(
-    case: Case, salt: str, one_at_a_time: tuple[RealEngine, str], run_proxy: RunProxy, log: Path
+    case: Case, salt: str, publishing: tuple[RealEngine, KvEventsEndpoint], run_proxy: RunProxy, log: Path
 ) -> tuple[str, ...]:
     """Let four turns wait in the engine, and return their programs in the order of service.
 
     Return nothing if one was served before all waited.
     """
-    engine, address = one_at_a_time
+    engine, address = publishing[0], publishing[1].address
     part = ("--policy", "passthrough", "--priority", case.priority, "--kv-events", address, "--event-log", str(log))
     command = (*part, "--tick-s", "0.2", *(word for each in case.settings for word in ("--policy-arg", each)))
     found: list[tuple[float, str]] = []

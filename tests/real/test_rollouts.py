@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import httpx2
 import pytest
+import pytest_asyncio
 
 from benchmarks.engine_kinds import MODEL_NAME
-from benchmarks.real_engine import RealEngine, RealEngineConfig
-from tests.loopback import free_ports
-from tests.real.conftest import HIDDEN_SIZE, LAYERS, MAX_MODEL_LEN
 from tests.real.support import CHAT, COMPLETIONS, ask, assert_same, chat, completion, conversation, words
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from benchmarks.processes import Server
+    from benchmarks.real_engine import RealEngine
     from tests.real.conftest import RunProxy
 
     Json = dict[str, Any]
@@ -84,24 +83,13 @@ async def recording(engine: RealEngine, run_proxy: RunProxy) -> AsyncIterator[tu
         yield proxy, client
 
 
-@asynccontextmanager
-async def sglang_engine() -> AsyncIterator[RealEngine]:
-    """Run a real SGLang."""
-    (port,) = free_ports(1)
-    async with RealEngine(
-        RealEngineConfig(
-            engine="sglang",
-            hidden_size=HIDDEN_SIZE,
-            layers=LAYERS,
-            pool_blocks=6000,
-            block_size=1,
-            max_model_len=MAX_MODEL_LEN,
-            port=port,
-            core=None,
-            extra_args=("--max-running-requests", "4"),
-        )
-    ) as engine:
-        yield engine
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def of_vllm(
+    engines: tuple[RealEngine, RealEngine], run_proxy: RunProxy
+) -> AsyncIterator[tuple[Server, httpx2.AsyncClient]]:
+    """Run one proxy that records for all tests of a vLLM."""
+    async with recording(engines[0], run_proxy) as running:
+        yield running
 
 
 async def rollout(client: httpx2.AsyncClient, program_id: str, view: str = "turns") -> Json:
@@ -166,13 +154,11 @@ async def check_conversations(
     assert checked == PROGRAMS_COUNT * TURNS_COUNT
 
 
-async def test_vllm_records_what_the_engine_says(engines: tuple[RealEngine, RealEngine], run_proxy: RunProxy) -> None:
+async def test_vllm_records_what_the_engine_says(
+    engine: RealEngine, of_vllm: tuple[Server, httpx2.AsyncClient]
+) -> None:
     """The token API's own answers to the recorded prompts are the recorded tokens."""
-    engine = engines[0]
-    async with (
-        recording(engine, run_proxy) as (_, client),
-        httpx2.AsyncClient(base_url=engine.url, timeout=60) as direct,
-    ):
+    async with httpx2.AsyncClient(base_url=engine.url, timeout=60) as direct:
 
         async def own(prompt: list[int]) -> tuple[list[int], list[float]]:
             body = token_turn(token_ids=prompt)
@@ -180,45 +166,44 @@ async def test_vllm_records_what_the_engine_says(engines: tuple[RealEngine, Real
             (choice,) = (await direct.post(TOKENS_PATH, json=body)).json()["choices"]
             return choice["token_ids"], [each["logprob"] for each in choice["logprobs"]["content"]]
 
-        await check_conversations(client, own, lambda word: int(word[1:]))
+        await check_conversations(of_vllm[1], own, lambda word: int(word[1:]))
 
 
 @pytest.mark.parametrize(("path", "body"), OF_VLLM.values(), ids=OF_VLLM)
 async def test_vllm_clients_get_its_own_answer(
-    engines: tuple[RealEngine, RealEngine], run_proxy: RunProxy, path: str, body: Json
+    engine: RealEngine, of_vllm: tuple[Server, httpx2.AsyncClient], path: str, body: Json
 ) -> None:
     """With rollouts on, every byte but the time is the engine's own without the proxy."""
-    async with recording(engines[0], run_proxy) as (proxy, _):
-        await assert_same(engines[0], proxy, path, body)
+    await assert_same(engine, of_vllm[0], path, body)
 
 
 @pytest.mark.parametrize("fields", [{}, {"stream": True}], ids=["whole", "stream"])
-async def test_vllm_other_apis_are_recorded(
-    engines: tuple[RealEngine, RealEngine], run_proxy: RunProxy, fields: Json
-) -> None:
+async def test_vllm_other_apis_are_recorded(of_vllm: tuple[Server, httpx2.AsyncClient], fields: Json) -> None:
     """Completions, tokens and responses with their ids; messages say that they have none."""
-    async with recording(engines[0], run_proxy) as (_, client):
-        turns = {
-            COMPLETIONS: completion(PROMPT, 6, **fields),
-            TOKENS_PATH: token_turn(**fields),
-            "/v1/responses": responses_turn(**fields),
-            "/v1/messages": {**chat(PROMPT, 6), "max_tokens": 6, **fields},
-        }
-        for path, body in turns.items():
-            answer = await client.post(path, json=body, headers={"X-Program-ID": path.replace("/", "_")})
-            assert answer.status_code == 200, answer.text
-            (turn,) = (await rollout(client, path.replace("/", "_")))["turns"]
-            if path == "/v1/messages":
-                assert (turn["missing"], turn["outputs"]) == ("not_askable", [])
-                continue
-            assert turn["missing"] == ("no_logprobs" if path == "/v1/responses" else "")
-            assert turn["prompt_new_ids"]
-            assert turn["outputs"][0]["ids"]
+    _, client = of_vllm
+    turns = {
+        COMPLETIONS: completion(PROMPT, 6, **fields),
+        TOKENS_PATH: token_turn(**fields),
+        "/v1/responses": responses_turn(**fields),
+        "/v1/messages": {**chat(PROMPT, 6), "max_tokens": 6, **fields},
+    }
+    for path, body in turns.items():
+        name = f"{path.replace('/', '_')}{len(fields)}"
+        answer = await client.post(path, json=body, headers={"X-Program-ID": name})
+        assert answer.status_code == 200, answer.text
+        (turn,) = (await rollout(client, name))["turns"]
+        if path == "/v1/messages":
+            assert (turn["missing"], turn["outputs"]) == ("not_askable", [])
+            continue
+        assert turn["missing"] == ("no_logprobs" if path == "/v1/responses" else "")
+        assert turn["prompt_new_ids"]
+        assert turn["outputs"][0]["ids"]
 
 
-async def test_sglang_records_what_the_engine_says(sglang: None, run_proxy: RunProxy) -> None:
+async def test_sglang_records_what_the_engine_says(sglang_engine: RealEngine, run_proxy: RunProxy) -> None:
     """Its own answers to the recorded prompts are the recorded tokens, and clients get its own bytes."""
-    async with sglang_engine() as engine, recording(engine, run_proxy) as (proxy, client):
+    engine = sglang_engine
+    async with recording(engine, run_proxy) as (proxy, client):
         async with httpx2.AsyncClient(base_url=engine.url, timeout=60) as direct:
 
             async def own(prompt: list[int]) -> tuple[list[int], list[float]]:

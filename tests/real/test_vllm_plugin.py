@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 PACKAGE = Path(__file__).parents[2] / "packages" / "thunderagent-vllm"
 PATH = "/thunderagent/programs"
 
-pytestmark = [pytest.mark.xdist_group("vllm")]
+pytestmark = pytest.mark.xdist_group("engines")  # some need the two beside the one of this file
 
 
 def run_in_vllm(script: str, *arguments: str, timeout_s: float = 1200) -> list[dict[str, Any]]:
