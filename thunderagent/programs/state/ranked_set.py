@@ -141,7 +141,9 @@ class RankedSet(Generic[T]):
 
     def forget(self, member: T) -> None:
         """Remove a member that ended: of such, few stay until their rank is reached. Cost: O(1), amortised."""
-        self.discard(member)
+        entry, front = self._entry_of.pop(member, None), self._front  # as `discard`, which would be a call more
+        if entry is not None and front and entry <= front[-1]:
+            del front[bisect_left(front, entry)]
         if len(self._heap) + len(self._new) > KEPT_RATIO * len(self._entry_of) + FRONT_COUNT:
             self._make_heap()
 
