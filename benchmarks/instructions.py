@@ -130,12 +130,13 @@ async def measure_all(revisions: list[str], turns_count: int, rounds_count: int)
             for revision in revisions:
                 runs[revision].append(await measure(trees[revision], turns_count))
                 print(revision, runs[revision][-1], flush=True)
-    # A second without turns may include a poll: take the median second.
-    idle_per_s = median(each["idle_per_s"] for of_revision in runs.values() for each in of_revision)
-    per_turn = {
-        revision: [round((each["busy"] - idle_per_s * each["busy_s"]) / each["turns"]) for each in of_revision]
-        for revision, of_revision in runs.items()
-    }
+    # A second without turns may include a poll: take the median second, of each commit its own.
+    per_turn = {}
+    for revision, of_revision in runs.items():
+        idle_per_s = median(each["idle_per_s"] for each in of_revision)
+        per_turn[revision] = [
+            round((each["busy"] - idle_per_s * each["busy_s"]) / each["turns"]) for each in of_revision
+        ]
     return {
         "runs": runs,
         "instructions_per_turn": per_turn,

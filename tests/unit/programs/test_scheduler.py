@@ -441,6 +441,16 @@ def test_the_idle_limit_takes_the_claim_and_the_next_turn_is_placed_anew() -> No
     assert driver.program("a").generation == generation
 
 
+def test_claims_are_lost_in_the_order_of_the_last_turns() -> None:
+    """Two programs pass the idle limit at once: first goes the one whose last turn ended first."""
+    driver = by_memory()
+    driver.takes_turn("a", 100)
+    driver.takes_turn("b", 100)
+    driver.ticks(10.0)
+    driver.takes_turn("a", 110)
+    assert of_kind(Pause, driver.ticks(100.0)) == ["b", "a"]
+
+
 def test_the_idle_limit_is_learned_for_each_tool() -> None:
     """Builds of 400 s lose their claims after 300 s, until ten of them came back; other tools still do."""
     driver = Driver(Passthrough(), replicas={"r0": 1000})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from math import inf
 from typing import Final
@@ -26,7 +25,7 @@ class LogHistogram:
 
     def __init__(self, edges: Sequence[float]) -> None:
         """Create an empty histogram; `edges` ascend. Bin 0 is below the first edge, the last is above the last edge."""
-        self._edges = edges
+        self._edges: tuple[float, ...] = tuple(edges)
         self._counts = [0.0] * (len(edges) + 1)
         self.total = 0.0
         """Values that count."""
@@ -37,7 +36,14 @@ class LogHistogram:
 
     def add(self, value: float) -> None:
         """Count a value. Cost: O(log bins)."""
-        index = bisect_right(self._edges, value)
+        edges = self._edges
+        index, end = 0, len(edges)
+        while index < end:  # compiled, `bisect` takes five times as long
+            middle = (index + end) // 2
+            if value < edges[middle]:
+                end = middle
+            else:
+                index = middle + 1
         self._counts[index] += 1.0
         self.total += 1.0
         if index < self._index:

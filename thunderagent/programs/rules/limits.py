@@ -6,9 +6,10 @@ A program whose tool runs is heard of at the end of its turn, and whenever its c
 limit it is forgotten. After the idle limit it loses its claim: that counts from the end of its turn, or from the first
 tool that was reported to begin since, because a client that goes on to report tools must not keep memory for ever. Both
 are measured on a clock that stands still while nothing is granted anywhere, and nothing is taken where nothing is
-granted now. Without a set idle limit it is learned for the tool: long beyond the time in which nearly all return, but
-never more than half of the forget limit. Each tenant's programs are counted, and those whose tools run have an order of
-their own: so a tenant that opens too many forgets its own.
+granted now. A program with a turn again stays in the order of those that are watched, so that a turn changes none: it
+is looked at when its time would have come, and put behind. Without a set idle limit it is learned for the tool: long
+beyond the time in which nearly all return, but never more than half of the forget limit. Each tenant's programs are
+counted, and those whose tools run have an order of their own: so a tenant that opens too many forgets its own.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
+from math import inf
 from operator import itemgetter
 
 from thunderagent.programs.messages import Reason, SchedulerSettings
@@ -63,7 +65,7 @@ class Limits:
         """By tenant, the longest silent programs first, with a number that orders them across tenants."""
         self._heard_count = 0
         self._watched: RankedSet[Program] = RankedSet()
-        """Programs with something to lose at the idle limit, by the time to check."""
+        """Programs by the time to look at them: all that have something to lose at the idle limit, and some others."""
         self._counts: dict[str, int] = {}
         self._by_count: RankedSet[str] = RankedSet()
         """Tenants, the one with most programs first."""
@@ -113,25 +115,28 @@ class Limits:
         """Note that the program has a turn here again."""
         if (quiet := self._quiet_of.get(program.tenant)) is not None:
             quiet.pop(program, None)
-        self._watched.discard(program)
+        program.idle_at_s = inf
 
     def watch(self, program: Program) -> None:
         """Watch an acting program that has something to lose at the idle limit."""
-        program.idle_at_s = program.idle_since_s + self._first_limit_s
-        self._watched.add(program, program.idle_at_s)
+        program.idle_at_s = idle_at_s = program.idle_since_s + self._first_limit_s
+        if idle_at_s < program.idle_look_s:
+            program.idle_look_s = idle_at_s
+            self._watched.add(program, idle_at_s)
 
     def look_away(self, program: Program) -> None:
         """Stop watching the idle limit of a program."""
-        self._watched.discard(program)
+        program.idle_at_s = inf
 
     def look_away_from_all(self, programs: Sequence[Program]) -> None:
         """Stop watching the idle limit of these programs."""
-        self._watched.discard_all(programs)
+        for program in programs:
+            program.idle_at_s = inf
 
     def go_on(self, program: Program) -> None:
         """Restart the limit of a program that passed it while nothing was granted, when grants go on."""
         forgotten_before_s = self.clock_s - self._settings.forget_limit_s
-        if program not in self._watched or program.limits_since_s < forgotten_before_s:
+        if program.idle_at_s == inf or program.limits_since_s < forgotten_before_s:
             self.hear_of(program)
             self.watch(program)
 
@@ -146,7 +151,8 @@ class Limits:
     def ended(self, program: Program) -> None:
         """Stop counting a program, and watching it."""
         tenant = program.tenant
-        self._watched.discard(program)
+        program.idle_at_s = program.idle_look_s = inf
+        self._watched.forget(program)
         count = self._counts[tenant] - 1
         if count:
             self._counts[tenant] = count
@@ -240,18 +246,26 @@ class Limits:
 
     def _enforce_idle_limit(self, verbs: Verbs) -> None:
         clock_s, watched = self.clock_s, self._watched
-        while (program := watched.first()) is not None and clock_s > program.idle_at_s:
-            if self._is_suspended(program):
-                watched.discard(program)  # until grants go on there
-                continue
-            if self._settings.idle_limit_s is None:
-                learned_s = min(self._idle_limit_s(program.tool), self._most_idle_limit_s)
-                if program.idle_since_s + learned_s >= clock_s:
-                    program.idle_at_s = program.idle_since_s + learned_s
-                    watched.add(program, program.idle_at_s)
-                    continue
-            watched.discard(program)
-            verbs.idle(program)
+        while (program := watched.first()) is not None and clock_s > program.idle_look_s:
+            is_due = program.idle_at_s == program.idle_look_s
+            if is_due:
+                program.idle_at_s = self._due_s(program)
+            is_over = is_due and program.idle_at_s < clock_s
+            program.idle_look_s = program.idle_at_s = inf if is_over else program.idle_at_s
+            if program.idle_at_s < inf:
+                watched.add(program, program.idle_at_s)
+            else:
+                watched.discard(program)
+            if is_over:
+                verbs.idle(program)
+
+    def _due_s(self, program: Program) -> float:
+        """Return when a watched program loses its claim; infinite until grants go on, if its replica grants nothing."""
+        if self._is_suspended(program):
+            return inf
+        if self._settings.idle_limit_s is not None:
+            return program.idle_at_s
+        return program.idle_since_s + min(self._idle_limit_s(program.tool), self._most_idle_limit_s)
 
     def _is_suspended(self, program: Program) -> bool:
         """Return whether a program is active where nothing is granted now."""

@@ -98,8 +98,9 @@ class PrefixTree:
         """
         same_count = previous_tokens = 0
         others_differ = False
-        for (before_digest, _), (digest, tokens) in zip(before, chain, strict=False):
-            if digest != before_digest:
+        for number in range(min(len(before), len(chain))):
+            digest, tokens = chain[number]
+            if digest != before[number][0]:
                 break
             cut, own_tokens = self.cuts[digest], max(0, tokens - previous_tokens)
             if own_tokens == cut.own_tokens:

@@ -670,6 +670,7 @@ class Program:
         "hold_until_s",
         "ideal_s_total",
         "idle_at_s",
+        "idle_look_s",
         "idle_since_s",
         "in_flight",
         "larger_tokens_total",
@@ -760,7 +761,9 @@ class Program:
         self.leaves_for: dict[Reason, None] = {}
         """Why it is marked, in order of the causes: it leaves its replica unless all of them end."""
         self.idle_at_s = inf
-        """When, on the clock of the limits, its idle limit is to be checked."""
+        """When, on the clock of the limits, its idle limit is to be checked; infinite if it has nothing to lose."""
+        self.idle_look_s = inf
+        """When it is looked at for that, or earlier; infinite if it is not watched."""
         self.replica_id: str | None = None
         """Where it is active, or was when it was paused."""
         self.claim_tokens = 0

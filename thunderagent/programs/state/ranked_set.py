@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from heapq import heappop, heappush
 from operator import itemgetter
 from typing import Any, Final, Generic, TypeVar
@@ -20,6 +20,9 @@ Entry = Any
 
 COMPACT_ABOVE: Final = 64
 """Up to this many entries, dead ones are not worth removing."""
+
+KEPT_RATIO: Final = 9 / 8
+"""How many entries may be kept for one that lives, where the others' members ended."""
 
 FEW_RATIO: Final = 1 / 4
 """Entries pushed one by one, as a ratio of the heap's size: for more, the heap is rebuilt."""
@@ -136,15 +139,13 @@ class RankedSet(Generic[T]):
         if entry is not None and front and entry <= front[-1]:
             del front[bisect_left(front, entry)]
 
-    def discard_all(self, members: Iterable[T]) -> None:
-        """Remove those of these members that are in."""
-        if self._front:
-            self._new += self._front
-            self._front.clear()
-        entry_of = self._entry_of
-        for member in members:
-            if member in entry_of:
-                del entry_of[member]
+    def forget(self, member: T) -> None:
+        """Remove a member that ended: of such, few stay until their rank is reached. Cost: O(1), amortised."""
+        entry, front = self._entry_of.pop(member, None), self._front  # as `discard`, which would be a call more
+        if entry is not None and front and entry <= front[-1]:
+            del front[bisect_left(front, entry)]
+        if len(self._heap) + len(self._new) > KEPT_RATIO * len(self._entry_of) + FRONT_COUNT:
+            self._make_heap()
 
     def discard_lowest(self, count: int) -> None:
         """Remove the first `count` members that `lowest` returned."""

@@ -68,7 +68,7 @@ LARGE_FIELD_BYTES: Final = 64 * 1024
 """A larger value that is not a text is not built."""
 
 _TEXT_MESSAGE: Final = re.compile(
-    rb'\s*\{(?:\s*"(?:role|name|tool_call_id|id|type)"\s*:\s*"[^"\\]*"\s*,)*\s*"content"\s*:\s*["n]'
+    rb'\s*+\{(?:\s*+"(?:role|name|tool_call_id|id|type)"\s*+:\s*+"[^"\\]*+"\s*+,)*+\s*+"content"\s*+:\s*+["n]'
 )
 """Beginning of a message whose content is a text, or null. Quotes in a text are escaped, so it holds no media mark."""
 

@@ -4,7 +4,7 @@ The scanner jumps from one structural character or string to the next by a regul
 that were checked to be JSON, and only if there is something to change.
 """
 
-# interpreted: few bodies are changed, and the time is that of searches
+# compiled: a program's id is cut out of each turn's body
 
 from __future__ import annotations
 
@@ -27,6 +27,12 @@ _SPACE = re.compile(rb"\s*+")
 MAX_KEY_BYTES = 4096
 """A longer key is none of ours."""
 
+COPIED_BYTES = 64 * 1024
+"""Copying so much twice is cheaper than a view of it."""
+
+SHORT_GAP_BYTES = 64
+"""Members are seldom further apart."""
+
 _INCLUDE_USAGE = b'"stream_options":{"include_usage":true}'
 
 
@@ -45,6 +51,7 @@ def members(body: bytes, opening: int) -> Iterator[Member]:
     key, key_start, value_start = "", -1, -1
     last_end = opening + 1
     while True:
+        others_run()
         token = (_AT_DEPTH if depth <= 1 else _DEEPER).search(body, at, at + SLICE_BYTES)
         if token is None:
             at += SLICE_BYTES
@@ -75,9 +82,11 @@ def _without_space(body: bytes, start: int, end: int) -> tuple[int, int]:
     """Return the range without the white space at its ends; nothing is copied but that."""
     while (begun := _SPACE.match(body, start, min(end, start + SLICE_BYTES))) is not None and begun.end() > start:
         start = begun.end()
+        others_run()
     while end > start and body[end - 1 : end].isspace():
         part = body[max(start, end - SLICE_BYTES) : end]
         end -= len(part) - len(part.rstrip())
+        others_run()
     return start, end
 
 
@@ -88,13 +97,16 @@ def remove_member(body: bytes, path: tuple[str, ...]) -> bytes:
     """
     key = b'"%s"' % path[-1].encode()
     at = body.find(key)
-    if at >= 0 and body.find(key, at + 1) < 0 and (body.find(_ESCAPE) < 0 or not _may_escape_keys(body)):
-        before_end = at if body[at - 1 : at] in (b"{", b",") else _without_space(body, 0, at)[1]
-        value, last = _SCALAR_VALUE.match(body, at + len(key)), body[before_end - 1 : before_end]
-        if value is not None and last == b"{":
-            return _replaced(body, before_end, value.end())
-        if value is not None and last == b",":
-            return _replaced(body, before_end - 1, value.end(), value["comma"] or b"")
+    if at >= 0 and body.find(key, at + 1) < 0 and (body.find(b"\\") < 0 or not _may_escape_keys(body)):
+        value = _SCALAR_VALUE.match(body, at + len(key))
+        gap = body[max(0, at - SHORT_GAP_BYTES) : at]
+        before = gap.rstrip()
+        if value is not None and before:
+            before_end = at - len(gap) + len(before)
+            if before[-1:] == b"{":
+                return _replaced(body, before_end, value.end())
+            if before[-1:] == b",":
+                return _replaced(body, before_end - 1, value.end(), value[1] or b"")
     opening = body.index(b"{")
     for name in path[:-1]:
         member = _last(body, opening, name)
@@ -207,7 +219,9 @@ def _without(body: bytes, found: Iterable[Member], key: str) -> bytes:
 
 
 def _replaced(body: bytes, start: int, end: int, value: bytes = b"") -> bytes:
-    """Return `body` with other bytes in a range. Nothing else is copied on the way."""
+    """Return `body` with other bytes in a range. Nothing else of a large one is copied on the way."""
+    if len(body) <= COPIED_BYTES:
+        return body[:start] + value + body[end:]
     view = memoryview(body)
     return b"".join((view[:start], value, view[end:]))
 
@@ -234,6 +248,7 @@ def _may_escape_keys(body: bytes) -> bool:
     while 0 <= at < len(body):
         if _ESCAPED_LETTER.search(body, at, at + SLICE_BYTES + len(_ESCAPE)) is not None:
             return True
+        others_run()
         at += SLICE_BYTES
     return False
 

@@ -179,8 +179,12 @@ class Turns:
         arrived_s = monotonic()
         tenancy = self._tenancy if self._tenancy.judges_all or caller_key() is not None else None
         body = exchange.body
-        what = exchange.target, exchange.headers, body, self._settings.identity, tenancy, exchange.notes, chosen_id
-        turn, prompt = read_turn(*what) if len(body) <= LARGE_BODY_BYTES else await asyncio.to_thread(read_turn, *what)
+        rules, target, headers, notes = self._settings.identity, exchange.target, exchange.headers, exchange.notes
+        if len(body) <= LARGE_BODY_BYTES:
+            turn, prompt = read_turn(target, headers, body, rules, tenancy, notes, chosen_id)
+        else:
+            what = target, headers, body, rules, tenancy, notes, chosen_id
+            turn, prompt = await asyncio.to_thread(read_turn, *what)
         if prompt is not None or tenancy is not None or self._sandboxes is not None:
             turn = self._of_program(exchange, turn, prompt, tenancy)
         record = self._record(exchange, turn, tenancy, arrived_s, prompt, chosen_id)

@@ -256,7 +256,8 @@ class Relay:
         elif record.status is not None and record.status < 400:
             record.outcome, record.verdict = "finished", "ok"
             self._forwarding.answered(record, replica_id)
-            lease.finished(*record.usage, record.tool)
+            prompt_tokens, output_tokens, cached_tokens = record.usage
+            lease.finished(prompt_tokens, output_tokens, cached_tokens, record.tool)
             if record.chain is not None:
                 self.remember(record)
         else:

@@ -103,3 +103,16 @@ def test_the_dead_do_not_pile_up() -> None:
         ranked.add("moves", float(number + 1))
         assert len(ranked._heap) + len(ranked._new) <= 130
     assert list(ranked) == ["stays", "moves"]
+
+
+def test_those_that_ended_do_not_pile_up() -> None:
+    """Of ten thousand members that are forgotten one by one few stay, while a hundred live."""
+    ranked = RankedSet[int]()
+    for number in range(10_000):
+        ranked.add(number, float(number))
+        if number >= 100:
+            ranked.forget(number - 50)
+            ranked.first()
+        assert len(ranked._heap) + len(ranked._new) <= 9 / 8 * len(ranked) + 18
+    assert list(ranked)[-1] == 9_999
+    assert len(ranked) == 100

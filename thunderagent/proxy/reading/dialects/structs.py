@@ -12,7 +12,7 @@ from msgspec import UNSET, Raw
 # --- of a request's body
 
 
-class PromptFields(msgspec.Struct):
+class PromptFields(msgspec.Struct, gc=False):
     """The top-level fields of a body's prompt, as sent; empty if missing.
 
     Of the chat APIs of OpenAI and Anthropic, of the Responses API, and of APIs that take a text or token ids. Messages
@@ -60,21 +60,21 @@ class BodyFields(PromptFields):
 # --- of an answer: the calls of tools
 
 
-class CalledFunction(msgspec.Struct):
+class CalledFunction(msgspec.Struct, gc=False):
     """The function of a call."""
 
     name: str | None = None
     arguments: Raw = Raw()
 
 
-class ToolCall(msgspec.Struct):
+class ToolCall(msgspec.Struct, gc=False):
     """A call, or a piece of one."""
 
     index: int = 0
     function: CalledFunction | None = None
 
 
-class CallingMessage(msgspec.Struct):
+class CallingMessage(msgspec.Struct, gc=False):
     """A message that may call tools."""
 
     content: Raw = Raw()
@@ -82,7 +82,7 @@ class CallingMessage(msgspec.Struct):
     tool_calls: list[ToolCall] | None = None
 
 
-class CallingChoice(msgspec.Struct):
+class CallingChoice(msgspec.Struct, gc=False):
     """A choice of a whole answer, or a piece of it, read for its calls."""
 
     index: int = 0
@@ -91,7 +91,7 @@ class CallingChoice(msgspec.Struct):
     delta: CallingMessage | None = None
 
 
-class Item(msgspec.Struct):
+class Item(msgspec.Struct, gc=False):
     """A content block of Anthropic, or an output item of the Responses API."""
 
     type: str | None = None
@@ -101,7 +101,7 @@ class Item(msgspec.Struct):
     action: Raw = Raw()
 
 
-class Calls(msgspec.Struct):
+class Calls(msgspec.Struct, gc=False):
     """The tool calls of a whole answer, in any of the APIs. Subclasses add the usage of those that report it there."""
 
     choices: list[CallingChoice] | None = None
@@ -110,25 +110,25 @@ class Calls(msgspec.Struct):
     text: Raw = Raw()
 
 
-class Delta(msgspec.Struct):
+class Delta(msgspec.Struct, gc=False):
     """A piece of a call's arguments."""
 
     partial_json: str = ""
 
 
-class ChoicesEvent(msgspec.Struct):
+class ChoicesEvent(msgspec.Struct, gc=False):
     """An event with choices."""
 
     choices: list[CallingChoice] | None = None
 
 
-class TextEvent(msgspec.Struct):
+class TextEvent(msgspec.Struct, gc=False):
     """An event of SGLang's own API, with all the text so far."""
 
     text: Raw = Raw()
 
 
-class ItemEvent(msgspec.Struct):
+class ItemEvent(msgspec.Struct, gc=False):
     """An event of Anthropic's, or one of the Responses API."""
 
     type: str | None = None
@@ -142,13 +142,13 @@ class ItemEvent(msgspec.Struct):
 # --- of an answer in OpenAI's format: its usage, and its text
 
 
-class PromptDetails(msgspec.Struct):
+class PromptDetails(msgspec.Struct, gc=False):
     """What is known of a prompt."""
 
     cached_tokens: int | None = None
 
 
-class UsageObject(msgspec.Struct):
+class UsageObject(msgspec.Struct, gc=False):
     """The usage object of the chat API."""
 
     prompt_tokens: int | None = None
@@ -156,13 +156,13 @@ class UsageObject(msgspec.Struct):
     prompt_tokens_details: PromptDetails | None = None
 
 
-class UsageOnly(msgspec.Struct):
+class UsageOnly(msgspec.Struct, gc=False):
     """An answer that calls nothing."""
 
     usage: UsageObject | None = None
 
 
-class SoundChoice(msgspec.Struct):
+class SoundChoice(msgspec.Struct, gc=False):
     """A choice that ended well."""
 
     finish_reason: (
@@ -188,14 +188,14 @@ class CallsAndUsage(Calls):
     usage: UsageObject | None = None
 
 
-class SaidFunction(msgspec.Struct):
+class SaidFunction(msgspec.Struct, gc=False):
     """The function of a call, as it goes into the next prompt."""
 
     name: str | None = None
     arguments: Any = None
 
 
-class SaidCall(msgspec.Struct):
+class SaidCall(msgspec.Struct, gc=False):
     """A call, as it goes into the next prompt."""
 
     index: int | None = None
@@ -203,14 +203,14 @@ class SaidCall(msgspec.Struct):
     function: SaidFunction | None = None
 
 
-class SaidMessage(msgspec.Struct):
+class SaidMessage(msgspec.Struct, gc=False):
     """What an answer says."""
 
     content: str | None = None
     tool_calls: list[SaidCall] | None = None
 
 
-class SaidChoice(msgspec.Struct):
+class SaidChoice(msgspec.Struct, gc=False):
     """A choice of a whole answer, or a piece of it."""
 
     index: int = 0
@@ -220,7 +220,7 @@ class SaidChoice(msgspec.Struct):
     delta: SaidMessage | None = None
 
 
-class SaidChoices(msgspec.Struct):
+class SaidChoices(msgspec.Struct, gc=False):
     """The choices of an answer, read for their text."""
 
     choices: list[SaidChoice] | None = None
@@ -229,7 +229,7 @@ class SaidChoices(msgspec.Struct):
 # --- of an answer: where the APIs put errors
 
 
-class AnswerErrorFields(msgspec.Struct):
+class AnswerErrorFields(msgspec.Struct, gc=False):
     """What may say that an answer is an error."""
 
     error: Any = None

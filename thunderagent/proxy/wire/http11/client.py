@@ -718,6 +718,8 @@ class Pool:
         self._idle: dict[tuple[str, int, bool], list[Connection]] = {}
         self._connections: set[Connection] = set()
         self._heads = known_answers()
+        self._last_path: str | None = None
+        """Of the last request: it was checked."""
         self._loop = asyncio.get_running_loop()
         self.rank_headers = rank_headers
         self.requests_count = 0
@@ -761,8 +763,10 @@ class Pool:
         `ValueError` for a URL or headers that cannot be sent.
         """
         site = self._sites.get(base_url) or self._site(base_url)
-        if not _SENDABLE.fullmatch(path):  # it is sent as it was checked, or not at all
-            raise ValueError("the path of a request to a replica begins with / and holds no #, space or control")
+        if path != self._last_path:
+            if not _SENDABLE.fullmatch(path):  # it is sent as it was checked, or not at all
+                raise ValueError("the path of a request to a replica begins with / and holds no #, space or control")
+            self._last_path = path
         if CONTENT_LENGTH in headers:
             headers = headers.copy()
             del headers[CONTENT_LENGTH]

@@ -186,10 +186,10 @@ def read_answer(head: bytes, method: str) -> AnswerHead:
 
 Head = TypeVar("Head", bound=RequestHead | AnswerHead)
 
-_Around = tuple[bytes, bytes]
-"""The bytes of a head before and after the digits of its Content-Length; the second are empty if no digits are cut out.
+_Around = tuple[bytes, bytes, bytes]
+"""The bytes of a head before its Content-Length, the begin of that line, and those after its digits.
 
-A pair, because together they would not say where the digits were."""
+Apart, because together they would not say where the digits were. If no digits are cut out, the others are empty."""
 
 
 class KnownHeads(Generic[Head]):
@@ -213,16 +213,13 @@ class KnownHeads(Generic[Head]):
 
     def read(self, raw: bytes) -> Head:
         """Return a head as read. Raises what reading it raises."""
-        at = raw.find(_LENGTH_LINES[0])
-        if at < 0:
-            at = raw.find(_LENGTH_LINES[1])
-        around, digits = (raw, b""), b""
-        if at >= 0:
-            at += len(_LENGTH_LINES[0])
-            end = raw.find(b"\r", at)
-            around, digits = (raw[:at], raw[end:]), raw[at:end]
-            if not digits.isdigit() or len(digits) > MAX_LENGTH_DIGITS:
-                return self._read(raw)
+        before, line, rest = raw.partition(_LENGTH_LINES[0])
+        if not line:
+            before, line, rest = raw.partition(_LENGTH_LINES[1])
+        digits, _, after = rest.partition(b"\r")
+        around = before, line, after
+        if line and (not digits.isdigit() or len(digits) > MAX_LENGTH_DIGITS):
+            return self._read(raw)
         found = self._recent.get(around)
         if found is None:
             found = self._older.get(around)
@@ -231,7 +228,7 @@ class KnownHeads(Generic[Head]):
             self._keep(around, found)
         if digits == found[0]:
             return found[1]
-        return self._of_length(found[1], raw[at - 16 : at - 2].decode(), digits.decode())
+        return self._of_length(found[1], line[2:-2].decode(), digits.decode())
 
     def _read_anew(self, raw: bytes, around: _Around, digits: bytes) -> Head:
         head = self._read(raw)
@@ -251,7 +248,7 @@ class KnownHeads(Generic[Head]):
         if len(self._recent) >= KNOWN_COUNT or self._recent_bytes >= KNOWN_BYTES:
             self._older, self._recent, self._recent_bytes = self._recent, {}, 0
         self._recent[around] = found
-        self._recent_bytes += len(around[0]) + len(around[1])
+        self._recent_bytes += len(around[0]) + len(around[2])
 
 
 def known_requests() -> KnownHeads[RequestHead]:
@@ -342,8 +339,8 @@ def written(lines: list[str], headers: CIMultiDict[str], last_line: str = "") ->
     lines += map(": ".join, headers.items())
     if last_line:
         lines.append(last_line)
-    lines.append("\r\n")
-    head = "\r\n".join(lines).encode("utf-8", "surrogateescape")
-    if head.count(b"\n") + head.count(b"\r") + head.count(b"\0") != 2 * len(lines):
+    said = "".join(lines)  # to look for a character costs a tenth of counting it
+    if "\n" in said or "\r" in said or "\0" in said:
         raise ValueError("a header or the request line contains a line break or a zero byte")
-    return head
+    lines.append("\r\n")
+    return "\r\n".join(lines).encode("utf-8", "surrogateescape")

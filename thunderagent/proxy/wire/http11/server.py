@@ -401,10 +401,11 @@ def _make_date() -> Callable[[], str]:
     said_s, said = 0, ""
 
     def date() -> str:
+        """Return the header of this second."""
         nonlocal said_s, said
         now_s = int(time())
         if now_s != said_s:
-            said_s, said = now_s, formatdate(now_s, usegmt=True)
+            said_s, said = now_s, f"Date: {formatdate(now_s, usegmt=True)}"
         return said
 
     return date
@@ -664,9 +665,7 @@ class Connection:
             self.closes = True
         elif not asked.head.is_http_11:
             headers["Connection"] = "keep-alive"
-        if DATE not in headers:
-            headers[DATE] = _date()
-        return written([f"HTTP/1.1 {status} {reason}"], headers)
+        return written([f"HTTP/1.1 {status} {reason}"], headers, "" if DATE in headers else _date())
 
     async def room(self) -> None:
         """Return when the client has read something. Raises `LeftError`."""
