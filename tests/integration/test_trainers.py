@@ -484,7 +484,11 @@ async def test_rollouts_of_nemo_gym_are_held_and_ask_once() -> None:
 
 async def test_nemo_gym_waits_for_an_engine_that_is_gone() -> None:
     """Turns are held while there is none; an engine's answer that suggests a retry passes unchanged, three times."""
-    async with fake_replica() as replica, running_proxy(replica.url, patience_s=8.0) as proxy, nemo_gym(proxy.url) as (rollout,):
+    async with (
+        fake_replica() as replica,
+        running_proxy(replica.url, patience_s=8.0) as proxy,
+        nemo_gym(proxy.url) as (rollout,),
+    ):
         await replica.stop()
         await proxy.up(0)
         waits = asyncio.create_task(rollout.turn("one"))
