@@ -34,9 +34,11 @@ the engine gives up what was not used for longest. That is where an engine that 
 of its time on lost histories, even by the upper end of the price.
 
 **Filled.** Where nothing is held and a lost token costs that little, by the upper end of the price or by the geometric
-mean of its ends, claims that all fit would leave a part of the memory unused, in which a turn could run. There one
-program more than fits is let in. It waits in the engine's own queue. What is lost there says nothing of the memory's
-size, and what was taken from it for earlier losses counts again only when programs are held again.
+mean of its ends, claims that all fit would leave a part of the memory unused, in which a turn could run. There some
+programs more than fit are let in (`letting_in.py`). They wait in the engine's own queue. What is lost there says nothing
+of the memory's size, and what was taken from it for earlier losses counts again only when programs are held again. A
+turn's time has its wait in it, which the price takes for time that each sequence costs. So there holding must be
+predicted to bring more.
 
 **The threshold.** H is where one more second of holding no longer pays for all tools together. So one over the lowest
 return rate up to there is what a lost token is worth in seconds of holding; each tool is held by that. That is the
@@ -73,6 +75,9 @@ HOLDING_GAIN_RATIO: Final = 1.06
 alone fill the memory, it cannot be seen what part of an iteration's time is for its tokens: a predicted gain of a few
 per cent may be a loss.
 """
+
+CHEAP_GAIN_RATIO: Final = 1.2
+"""The same where a lost token costs little, and turns wait in the engine's queue."""
 
 NEARLY_RATIO: Final = 0.99
 """Of all times that are predicted to bring nearly as much as the best one, programs are held for the shortest: what few
@@ -124,7 +129,7 @@ class HoldingPlan(NamedTuple):
     claimed_ratio: float = 1.0
     """How many times the memory may be claimed."""
     may_overfill: bool = False
-    """Whether one program more than fits is let in, because turns alone should fill the memory."""
+    """Whether programs more than fit are let in, because turns alone should fill the memory."""
 
 
 NOTHING_HELD: Final = HoldingPlan(0.0, 0.0, 0.0)
@@ -171,10 +176,10 @@ def plan_holding(
         predicted = _turns_per_s(costs, means, places_count, away_ratio * lost_tokens, goes_on_ratio * away_s)
         predictions.append((predicted, lowest_per_s))
         best = max(best, predicted)
-    if not best or best < HOLDING_GAIN_RATIO * unheld:
-        middle_token_s = (least_token_s * most_token_s) ** 0.5
-        is_cheap = 0.0 < unheld * middle_token_s * lost_tokens <= CHEAP_LOSS_RATIO
-        return HoldingPlan(0.0, unheld, unheld, may_overfill=is_soft or is_cheap)
+    middle_token_s = (least_token_s * most_token_s) ** 0.5
+    is_cheap = is_soft or 0.0 < unheld * middle_token_s * lost_tokens <= CHEAP_LOSS_RATIO
+    if not best or best < (CHEAP_GAIN_RATIO if is_cheap else HOLDING_GAIN_RATIO) * unheld:
+        return HoldingPlan(0.0, unheld, unheld, may_overfill=is_cheap)
     lowest_per_s = next(rate_per_s for predicted, rate_per_s in predictions if predicted >= NEARLY_RATIO * best)
     return HoldingPlan(SLACK_RATIO / lowest_per_s if lowest_per_s > 0 else inf, best, unheld, exceeding_ratio)
 

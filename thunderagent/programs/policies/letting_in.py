@@ -30,6 +30,14 @@ LONGEST_HOLD_S: Final = 1e6
 MOST_EXPIRED_COUNT: Final = 64
 """How many programs are paused at most to make room for one."""
 
+OVERFILL_COUNT: Final = 3
+"""How many programs more than fit are let in where turns alone should fill the memory.
+
+When a turn's answer is here and the next turn is sent, the engine's next iteration has begun: a place would stay empty
+for that long, unless somebody waits for it in the engine's own queue. Of one who waits there is not enough: a large
+program leaves room for several, and several may end in one iteration.
+"""
+
 
 class LettingIn:
     """Holds, ranks and places programs, lets them in, and relieves replicas, by the settings of `breakeven`."""
@@ -262,12 +270,12 @@ class LettingIn:
         self, view: SchedulerView, program: Program, replica: Replica, foresees: bool
     ) -> tuple[float, float, float]:
         """Return what a program needs on a replica, what is free there, and the foreseen growth of each program."""
-        needed_tokens = float(view.claim_tokens_on(program, replica))
+        account, needed_tokens = replica.account, float(view.claim_tokens_on(program, replica))
         grown_tokens = foreseen_tokens(view, program, replica, self.foresight_ratio) if foresees else 0.0
         needed_tokens += min(program.growth_tokens, grown_tokens)
         if view.may_overfill(replica.replica_id):
-            needed_tokens = -self._last_ratio * replica.account.limit_tokens
-        return needed_tokens, self._free_tokens(replica.account, grown_tokens), grown_tokens
+            needed_tokens = -self._last_ratio * account.limit_tokens - _mean_claims(account, OVERFILL_COUNT - 1)
+        return needed_tokens, self._free_tokens(account, grown_tokens), grown_tokens
 
     def kept_tokens(self, view: SchedulerView, program: Program, replica: Replica) -> float:
         """Return what must stay free on a replica when a program comes: above the watermark, and for growth.
@@ -378,7 +386,7 @@ class LettingIn:
         account = replica.account
         limit_tokens, marked_tokens = self.high_ratio * account.limit_tokens, account.marked_tokens
         if view.may_overfill(replica.replica_id) and (last := view.first_to_mark(replica)) is not None:
-            limit_tokens += last.claim_tokens
+            limit_tokens += last.claim_tokens + _mean_claims(account, OVERFILL_COUNT - 1)
         if account.demand_tokens - marked_tokens > limit_tokens:
             view.propose_pause_until(replica, limit_tokens, Reason.THRASHING, 1)
             while account.demand_tokens - account.marked_tokens > limit_tokens and account.active_count != 1:
@@ -390,6 +398,11 @@ class LettingIn:
                 break
             if not view.propose_unmark(marked, Reason.RELIEVED):
                 break
+
+
+def _mean_claims(account: Account, count: int) -> float:
+    """Return what so many programs claim there in the mean, in tokens."""
+    return count * account.demand_tokens / max(1, account.active_count)
 
 
 def _enough(expired: Sequence[Program], tokens: float, grown_tokens: float) -> Sequence[Program]:
