@@ -433,7 +433,7 @@ class View(Protocol):
         """
 
     def may_overfill(self, replica_id: str) -> bool:
-        """Return whether one program more than fits helps there: nothing is held, and lost tokens cost little."""
+        """Return whether more programs than fit help there: nothing is held, and lost tokens cost little."""
 
     @property
     def limit_tokens(self) -> float:

@@ -76,7 +76,7 @@ alone fill the memory, it cannot be seen what part of an iteration's time is for
 per cent may be a loss.
 """
 
-CHEAP_GAIN_RATIO: Final = 1.2
+CHEAP_GAIN_RATIO: Final = 1.15
 """The same where a lost token costs little, and turns wait in the engine's queue."""
 
 NEARLY_RATIO: Final = 0.99

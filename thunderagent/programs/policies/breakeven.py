@@ -33,8 +33,8 @@ them are large at the same time.
 Programs are let in up to `low_ratio` of the limit, and paused only above `high_ratio`: first expired ones, then the
 youngest acting, at last the youngest with a turn in flight, which is marked, and unmarked if there is room again before
 that ends. The last unfinished member of a group is paused last, because the whole group waits for it.
-Where nothing is worth holding and lost tokens cost little, the last one may exceed that: claims that all fit would
-leave memory unused, in which a turn could run (`learned/holding.py`).
+Where nothing is worth holding and lost tokens cost little, three programs more than fit are let in: they wait in the
+engine's queue, and no memory is unused in which a turn could run (`learned/holding.py`).
 
 **Home.** A program goes back to the replica with its history, if there is room. If not, it goes where a new one would:
 of the replicas where it fits, to the one with fewest turns in flight, or with fewest programs for its memory where that

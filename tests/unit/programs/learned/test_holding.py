@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.builders import Driver, ended, known_price
 from thunderagent.programs.learned.holding import (
+    CHEAP_GAIN_RATIO,
     CLAIMED_RATIO,
     ENOUGH_RETURNS_COUNT,
     ENOUGH_TURNS_COUNT,
@@ -158,6 +159,17 @@ def test_one_more_than_fits_is_let_in_where_nothing_is_held_and_little_is_lost(
     held = plan(EVEN, least_token_s=least_token_s, most_token_s=most_token_s)
     assert held.threshold_s > 0.0
     assert not held.may_overfill
+
+
+def test_where_a_token_is_cheap_holding_must_bring_more() -> None:
+    """Turns wait in the engine's queue there, and the price takes that for time that each sequence costs."""
+    prices = [1e-6 * 1.05**step for step in range(100)]
+    gains = {}
+    for is_cheap in (False, True):
+        plans = [plan(EngineCosts(each, 0.01, 0.0), most_token_s=1e-9 if is_cheap else inf) for each in prices]
+        held = [each for each in plans if each.threshold_s]
+        gains[is_cheap] = min(each.turns_per_s / each.unheld_turns_per_s for each in held)
+    assert HOLDING_GAIN_RATIO <= gains[False] < CHEAP_GAIN_RATIO <= gains[True]
 
 
 @pytest.mark.parametrize("costs", [DEAR, CHEAP])
@@ -419,11 +431,11 @@ def test_without_a_price_nobody_is_held() -> None:
 
 
 def test_turns_alone_fill_the_memory_where_holding_does_not_pay() -> None:
-    """Five fit. One more waits in the engine's own queue, so that no memory is unused there."""
+    """Five fit. Three more wait in the engine's own queue, so that no memory is unused there."""
     driver = restarted(1e-6)
     assert driver.scheduler.view.hold_threshold_s("r0") == 0.0
     turns = [driver.arrives(f"p{number}", 1500) for number in range(12)]
-    assert [turn in driver.granted_on for turn in turns].count(True) == 6
+    assert [turn in driver.granted_on for turn in turns].count(True) == 8
     driver.finishes(turns[0], 1500)
     assert turns[5] in driver.granted_on
 

@@ -656,22 +656,36 @@ def test_up_to_the_low_watermark_programs_are_let_in_and_above_the_high_one_paus
 FILLED = HoldingPlan(0.0, 1.0, 1.0, may_overfill=True)
 
 
-@pytest.mark.parametrize(("high_ratio", "let_in"), [(1.0, "abc"), (0.9, "ab")])
-def test_where_turns_alone_fill_the_memory_the_last_may_exceed_it(high_ratio: float, let_in: str) -> None:
-    """Until the high watermark is reached, whatever one needs; and nobody is paused for that."""
-    driver = driver_with(low_ratio=0.8, high_ratio=high_ratio)
+@pytest.mark.parametrize(("high_ratio", "let_in"), [(1.0, "abcde"), (0.7, "abcd")])
+def test_where_turns_alone_fill_the_memory_three_more_than_fit_are_let_in(high_ratio: float, let_in: str) -> None:
+    """One after the high watermark is exceeded by two of mean size, whatever it needs; and nobody is paused for that."""
+    driver = driver_with(low_ratio=0.6, high_ratio=high_ratio)
     driver.scheduler.knowledge._plans["r0"] = (inf, FILLED)
-    turns = {name: driver.arrives(name, tokens) for name, tokens in (("a", 480), ("b", 480), ("c", 300), ("d", 10))}
+    sizes = {"a": 480, "b": 480, "c": 300, "d": 300, "e": 300, "f": 10}
+    turns = {name: driver.arrives(name, tokens) for name, tokens in sizes.items()}
     assert [name for name, turn in turns.items() if not driver.held(turn)] == list(let_in)
     assert of_kind(Mark, driver.ticks(1.0)) == []
-    missing_tokens = sum({"a": 480, "b": 480, "c": 300}[name] for name in let_in) - 1000 * high_ratio
-    view, held = driver.scheduler.view, driver.program("d")
+    claimed_tokens = driver.demand()
+    assert claimed_tokens == sum(sizes[name] for name in let_in)
+    missing_tokens = claimed_tokens - 1000 * high_ratio - 2 * claimed_tokens / len(let_in)
+    assert 0 < missing_tokens <= 300
+    view, held = driver.scheduler.view, driver.program("f")
     replica = driver.scheduler.replicas["r0"]
     kept_tokens = driver.scheduler.policy.kept_tokens(view, held, replica)
-    assert 10 + kept_tokens - (1000 - driver.demand()) == pytest.approx(missing_tokens)
+    assert 10 + kept_tokens - (1000 - claimed_tokens) == pytest.approx(missing_tokens)
     driver.finishes(turns["a"], 480)
     driver.releases("a")
-    assert not driver.held(turns["d"])
+    assert not driver.held(turns[min(set(sizes) - set(let_in))])
+
+
+def test_the_three_are_marked_once_memory_is_worth_more() -> None:
+    driver = driver_with(low_ratio=0.6)
+    plans = driver.scheduler.knowledge._plans
+    plans["r0"] = (inf, FILLED)
+    assert not any(driver.held(driver.arrives(name, 250)) for name in "abcdefg")
+    assert of_kind(Mark, driver.ticks(1.0)) == []
+    plans["r0"] = (inf, HoldingPlan(0.0, 1.0, 1.0))
+    assert len(of_kind(Mark, driver.ticks(1.0))) == 3
 
 
 def test_first_those_go_who_expired() -> None:
