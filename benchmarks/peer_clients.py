@@ -2,11 +2,18 @@
 
 ABench (Alibaba) keeps agents in a closed loop. It names a program by `X-SMG-Routing-Key` alone, and says no end: an arm
 that reads other names sees single requests.
+
+AIPerf (NVIDIA) replays recorded sessions with their gaps, so many at a time, by the scenario of a public dashboard:
+each begins somewhere in its middle, with a cache that has seen its past. It says no end, and names a program as the arm
+reads it. Under 900 s a run is not valid by the scenario's own rules.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
@@ -18,6 +25,7 @@ from benchmarks.processes import running, tail
 if TYPE_CHECKING:
     from benchmarks.load import LoadSpec
 
+Figures = dict[str, float | int | None]
 ABENCH: Final = "agentic-bench==0.2.0"
 _SESSIONS_FOR_EACH: Final = 40
 """Sessions drawn for each place: more than a run can end."""
@@ -46,7 +54,7 @@ def abench_words(spec: LoadSpec, url: str, seconds: float, tokenizer: str, resul
     return ["abench", "run", *words, "--routing-key", *([] if spec.stream else ["--disable-stream"])]
 
 
-async def run_abench(spec: LoadSpec, url: str, seconds: float) -> dict[str, float | int | None]:
+async def run_abench(spec: LoadSpec, url: str, seconds: float, _traces: Path | None = None) -> Figures:
     """Run ABench for so long, and return its figures. Raises RealEngineError if it fails."""
     python = ensure_environment("abench", [ABENCH, "transformers"], "some 200 MB")
     tokenizer = str(dynamo.model_folder(is_text=True))
@@ -61,7 +69,7 @@ async def run_abench(spec: LoadSpec, url: str, seconds: float) -> dict[str, floa
         return abench_figures(json.loads(result.read_text().splitlines()[-1])["metrics"])
 
 
-def abench_figures(metrics: dict[str, Any]) -> dict[str, float | int | None]:
+def abench_figures(metrics: dict[str, Any]) -> Figures:
     """Return ABench's figures by our names; turns are those of its steady window."""
     window_s = metrics["steady_window_s"]
     return {
@@ -75,3 +83,132 @@ def abench_figures(metrics: dict[str, Any]) -> dict[str, float | int | None]:
         "window_s": window_s,
         "failed_turn_count": metrics["total_turns"] - metrics["successful_turns"],
     }
+
+
+# --- AIPerf -----------------------------------------------------------------------------------------------------------
+
+AIPERF: Final = "aiperf==0.13.0"
+SCENARIO: Final = "inferencex-agentx-mvp"
+VALID_S: Final = 900.0
+MOST_TOKENS: Final = 100_000
+"""Sessions with a larger context are left out."""
+LEAST_TURNS_COUNT: Final = 6
+_BLOCK_TOKENS: Final = 64
+
+
+def write_sessions(traces: Path, folder: Path, *, most_tokens: int = MOST_TOKENS) -> int:
+    """Write recorded programs as AIPerf reads them (`weka_trace`), a file each; return how many.
+
+    `traces` is JSONL as of `thunderagent record`, compressed or not. Blocks of 64 tokens that a turn shares with an
+    earlier one have the same numbers. Sub-agents, sessions with few turns, and those over `most_tokens` are left out.
+    """
+    count = 0
+    with gzip.open(traces, "rt") if traces.suffix == ".gz" else traces.open() as lines:
+        for row in map(json.loads, lines):
+            turns = row["turns"]
+            if row.get("parent") or len(turns) < LEAST_TURNS_COUNT or max(t[1] + t[2] for t in turns) > most_tokens:
+                continue
+            session = {"id": row["id"], "models": ["any"], "block_size": _BLOCK_TOKENS, "hash_id_scope": "local"}
+            (folder / f"{count:03}.json").write_text(json.dumps({**session, "requests": _requests(turns)}))
+            count += 1
+    return count
+
+
+def _requests(turns: list[list[Any]]) -> list[dict[str, Any]]:
+    seen: list[list[int]] = []
+    next_block, requests = 0, []
+    for start_s, input_tokens, output_tokens, hit_tokens, api_s, _gap_s, stop in turns:
+        blocks_count = input_tokens // _BLOCK_TOKENS
+        hit_count = min(hit_tokens // _BLOCK_TOKENS, blocks_count)
+        known = next((blocks for blocks in reversed(seen) if len(blocks) >= hit_count), [])[:hit_count]
+        new_count = blocks_count - len(known)
+        seen.append(known + list(range(next_block, next_block + new_count)))
+        next_block += new_count
+        sizes = {"in": input_tokens, "out": max(1, output_tokens), "hash_ids": seen[-1]}
+        ended = {"stop": "" if stop == "unknown" else stop, "api_time": api_s}
+        requests.append({"t": start_s, "type": "s", "model": "any", **sizes, **ended})
+    return requests
+
+
+def aiperf_words(spec: LoadSpec, url: str, seconds: float, tokenizer: str, sessions: str, folder: str) -> list[str]:
+    """Return AIPerf's command line: the scenario, so many sessions at a time."""
+    named = {
+        "--model": spec.model,
+        "--url": url,
+        "--endpoint-type": "chat",
+        "--tokenizer": tokenizer,
+        "--input-file": sessions,
+        "--custom-dataset-type": "weka_trace",
+        "--scenario": SCENARIO,
+        "--benchmark-duration": f"{seconds:.0f}",
+        "--concurrency": spec.programs,
+        "--random-seed": spec.seed,
+        "--session-header": spec.program_header,
+        "--artifact-dir": folder,
+        "--ui": "none",
+    }
+    words = [str(word) for pair in named.items() for word in pair]
+    return ["profile", "--streaming", *words, *(["--unsafe-override"] if seconds < VALID_S else [])]
+
+
+async def run_aiperf(spec: LoadSpec, url: str, seconds: float, traces: Path | None) -> Figures:
+    """Run AIPerf's scenario over recorded programs for so long. Raises RealEngineError if it fails."""
+    if traces is None:
+        raise RealEngineError("AIPerf replays recorded programs: name a file of them by --traces")
+    if not spec.stream:
+        raise RealEngineError("AIPerf's scenario streams: --answers streamed")
+    python = ensure_environment("aiperf", [AIPERF], "some 900 MB")
+    tokenizer = str(dynamo.model_folder(is_text=True))
+    log = cache_dir() / "logs" / "aiperf.log"
+    with TemporaryDirectory(prefix="aiperf-") as folder:
+        sessions = Path(folder) / "sessions"
+        sessions.mkdir()
+        if not write_sessions(traces, sessions):
+            raise RealEngineError(f"{traces}: no program of {LEAST_TURNS_COUNT} turns up to {MOST_TOKENS} tokens")
+        words = aiperf_words(spec, url, seconds, tokenizer, str(sessions), folder)
+        async with running(str(python.with_name("aiperf")), *words, log_path=log) as process:
+            status = await process.wait()
+        result = Path(folder) / "profile_export_aiperf.json"
+        if status or not result.exists():
+            raise RealEngineError(f"AIPerf ended with status {status}; its log ends:\n{tail(log)}")
+        return aiperf_figures(json.loads(result.read_text()))
+
+
+def aiperf_figures(found: Mapping[str, Any]) -> Figures:
+    """Return AIPerf's figures by our names."""
+
+    def value(name: str, statistic: str = "avg") -> float | None:
+        each = found.get(name, {}).get(statistic)
+        return None if each is None else float(each)
+
+    def seconds(name: str, statistic: str) -> float | None:
+        milliseconds = value(name, statistic)
+        return None if milliseconds is None else milliseconds / 1000
+
+    window_s, turns_count = value("benchmark_duration") or 0.0, value("request_count") or 0.0
+    hits = value("overall_usage_prompt_cache_read_pct")
+    return {
+        "turns_per_min": turns_count * 60 / window_s if window_s else 0.0,
+        "hit_ratio": None if hits is None else hits / 100,
+        "latency_mean_s": seconds("request_latency", "avg"),
+        "latency_p50_s": seconds("request_latency", "p50"),
+        "latency_p99_s": seconds("request_latency", "p99"),
+        "first_token_mean_s": seconds("time_to_first_token", "avg"),
+        "first_token_p50_s": seconds("time_to_first_token", "p50"),
+        "first_token_p99_s": seconds("time_to_first_token", "p99"),
+        "output_tokens_per_s": value("output_token_throughput"),
+        "turn_count": int(turns_count),
+        "window_s": window_s,
+        "failed_turn_count": int(value("error_request_count") or 0.0),
+    }
+
+
+@dataclass(frozen=True)
+class Client:
+    """A load of somebody else's: what is installed, and what runs it on a URL for so many seconds."""
+
+    requirement: str
+    run: Callable[[LoadSpec, str, float, Path | None], Awaitable[Figures]]
+
+
+CLIENTS: Final[Mapping[str, Client]] = {"abench": Client(ABENCH, run_abench), "aiperf": Client(AIPERF, run_aiperf)}

@@ -35,7 +35,7 @@ from benchmarks.environments import RealEngineError
 from benchmarks.load import EndSignal, LoadResult, LoadSpec, plan_program, run_load, run_programs
 from benchmarks.machine import save_results
 from benchmarks.peer_arms import Arm, Setup, Target, find_arm, replicas
-from benchmarks.peer_clients import ABENCH, run_abench
+from benchmarks.peer_clients import CLIENTS
 from benchmarks.processes import ServerError
 from benchmarks.real import Watch
 from thunderagent.simulator.figures.intervals import geometric
@@ -59,7 +59,8 @@ class Load:
     kv_tokens: int = 131_072
     engines_count: int = 1
     programs_count: int | None = None
-    client: str = ""  # abench, or ours
+    client: str = ""
+    """One of `CLIENTS`, or ours."""
     warmup_s: float = 20.0
     measure_s: float = 100.0
 
@@ -100,6 +101,14 @@ LOADS: Final[Mapping[str, Load]] = {
             end_signal=EndSignal.NONE,
         ),
         client="abench",
+    ),
+    "aiperf": Load(
+        "AIPerf's inferencex-agentx-mvp: 24 recorded sessions at a time (--traces), a pool of 262,144 tokens; streamed",
+        LoadSpec(programs=24, end_signal=EndSignal.NONE),
+        kv_tokens=262_144,
+        client="aiperf",
+        warmup_s=0.0,
+        measure_s=900.0,
     ),
     "h3-5": _first("40 programs of 5 turns, tools 5 s, released", 40, 5, 5.0, is_released=True),
     "h3-1": _first("40 programs of one turn that say no end", 40, 1, 0.0, is_released=False),
@@ -216,6 +225,7 @@ class Settings:
     told_ratio: float = 1.0
     engine_core: int | None = None
     code: Path | None = None
+    traces: Path | None = None
 
     def setup(self, load: Load, cell: Cell) -> Setup:
         """Return the engines of a cell."""
@@ -259,7 +269,7 @@ async def _closed(run: Run, load: Load, spec: LoadSpec, target: Target, settings
     measure_s = settings.seconds or load.measure_s
     if load.client:
         async with _watching(target, warmup_s) as watch:
-            measured = await run_abench(spec, target.url, warmup_s + measure_s)
+            measured = await CLIENTS[load.client].run(spec, target.url, warmup_s + measure_s, settings.traces)
         return replace(run, figures={**measured, **(watch.figures() if watch else {})})
     async with _watching(target, warmup_s) as watch:
         result = await run_load(spec, target.url, is_proxy=True, warmup_s=warmup_s, measure_s=measure_s)
@@ -368,7 +378,8 @@ def versions(runs: Sequence[Run], arms: Sequence[Arm]) -> dict[str, str]:
         "embedded": "simulated, ours",
     }
     used = {LOADS[run.cell.load].kind for run in runs}
-    loads = {"load abench": ABENCH.replace("==", " ")} if any(LOADS[run.cell.load].client for run in runs) else {}
+    clients = {client for run in runs if (client := LOADS[run.cell.load].client)}
+    loads = {f"load {name}": CLIENTS[name].requirement.replace("==", " ") for name in sorted(clients)}
     return {arm.name: arm.version() for arm in arms} | {f"engine {kind}": kinds[kind] for kind in sorted(used)} | loads
 
 
@@ -376,13 +387,22 @@ def results(runs: Sequence[Run], arms: Sequence[Arm], settings: Settings) -> dic
     """Return everything for a JSON file."""
     loads = {run.cell.load: asdict(LOADS[run.cell.load]) for run in runs}
     return {
-        "command": shlex.join(["scripts/bench", "peers", *sys.argv[1:]]),
+        "command": _command(settings.traces),
         "versions": versions(runs, arms),
-        "settings": {**asdict(settings), "code": str(settings.code or "")},
+        "settings": {**asdict(settings), "code": str(settings.code or ""), "traces": _name(settings.traces)},
         "loads": loads,
         "ratios": [asdict(ratio) for ratio in ratios(runs)],
         "runs": [asdict(run) for run in runs],
     }
+
+
+def _name(path: Path | None) -> str:
+    return path.name if path else ""
+
+
+def _command(traces: Path | None) -> str:
+    words = [_name(traces) if traces and word == str(traces) else word for word in sys.argv[1:]]
+    return shlex.join(["scripts/bench", "peers", *words])
 
 
 async def compare(
@@ -421,6 +441,7 @@ def _arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--told-ratio", type=float, default=1.0, help="what our proxy is told of a pool's size, over its size")
     add("--cores", default="1,0" if (os.cpu_count() or 1) > 1 else "", help="of engines, and of the rest; empty: any")
     add("--code", type=Path, help="folder whose thunderagent package our proxy runs (default: this one)")
+    add("--traces", type=Path, help="recorded programs for `aiperf`: JSONL as of `thunderagent record`")
     add("--name", default="peers", help="of the result file")
     add("--markdown", type=Path, metavar="RESULT", help="print the table of a result file for a page, and end")
     add("--list", action="store_true", help="list loads, and end")
@@ -465,6 +486,7 @@ def main() -> None:
         told_ratio=arguments.told_ratio,
         engine_core=cores[0] if cores else None,
         code=arguments.code,
+        traces=arguments.traces,
     )
     arms = [find_arm(name) for name in arguments.arms.split(",")]
     runs = asyncio.run(compare(cells_of(arguments), arms, arguments.rounds, settings, arguments.name, console))

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from benchmarks import dynamo
+from benchmarks.environments import RealEngineError
 from benchmarks.load import EndSignal, LoadResult, LoadSpec, TurnRecord, plan_program
 from benchmarks.peer_arms import (
     AgentInferArm,
@@ -17,7 +23,14 @@ from benchmarks.peer_arms import (
     find_arm,
     serve_words,
 )
-from benchmarks.peer_clients import abench_figures, abench_words
+from benchmarks.peer_clients import (
+    abench_figures,
+    abench_words,
+    aiperf_figures,
+    aiperf_words,
+    run_aiperf,
+    write_sessions,
+)
 from benchmarks.peers import LOADS, Cell, Run, _arguments, _spec, cells_of, figures, markdown, order, ratios
 
 MOCKERS = Setup("mocker", 1, 131_072)
@@ -150,6 +163,64 @@ def test_abench_gets_the_shape_of_the_load_and_gives_its_steady_figures() -> Non
         }
     )
     assert (found["turns_per_min"], found["failed_turn_count"], found["first_token_p50_s"]) == (120.0, 1, None)
+
+
+def test_recorded_programs_become_sessions_in_which_what_was_cached_has_the_same_blocks(tmp_path: Path) -> None:
+    turns = [
+        [0, 640, 50, 0, 2.0, 3.0, "tool_use"],
+        [5, 800, 50, 640, None, 1.0, "unknown"],
+        [9, 200, 0, 128, 1.0, None, "end_turn"],
+    ]
+    rows = [
+        {"id": "few", "turns": turns},
+        {"id": "part", "parent": "whole", "turns": turns * 2},
+        {"id": "whole", "turns": turns * 2},
+        {"id": "large", "turns": [*turns * 2, [20, 99_990, 11, 0, 1.0, None, "end_turn"]]},
+    ]
+    traces = tmp_path / "traces.jsonl.gz"
+    traces.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    (folder := tmp_path / "sessions").mkdir()
+    assert write_sessions(traces, folder) == 1
+    (path,) = folder.iterdir()
+    session = json.loads(path.read_text())
+    first, second, third, again, *_ = session["requests"]
+    assert (session["id"], session["block_size"], session["hash_id_scope"]) == ("whole", 64, "local")
+    assert second["hash_ids"] == [*first["hash_ids"], 10, 11]
+    assert third["hash_ids"] == [*first["hash_ids"][:2], 12]
+    assert (third["out"], second["stop"], second["api_time"]) == (1, "", None)
+    assert not set(again["hash_ids"]) & {*first["hash_ids"], *second["hash_ids"], *third["hash_ids"]}
+
+
+def test_aiperf_gets_the_scenario_and_names_programs_as_the_arm_reads_them() -> None:
+    """Shorter than its rules say, a run is marked as not valid."""
+    spec = replace(LOADS["aiperf"].spec, program_header="X-Session-ID")
+    words = aiperf_words(spec, "http://a", 900.0, "/tokenizer", "/sessions", "/out")
+    assert words[words.index("--scenario") + 1] == "inferencex-agentx-mvp"
+    assert words[words.index("--session-header") + 1] == "X-Session-ID"
+    assert words[words.index("--concurrency") + 1] == "24"
+    assert "--unsafe-override" not in words
+    assert "--unsafe-override" in aiperf_words(spec, "http://a", 899.0, "/tokenizer", "/sessions", "/out")
+
+
+def test_aiperf_figures_have_our_names() -> None:
+    found = aiperf_figures(
+        {
+            "benchmark_duration": {"avg": 30.0},
+            "request_count": {"avg": 60.0},
+            "overall_usage_prompt_cache_read_pct": {"avg": 80.0},
+            "request_latency": {"avg": 1500.0, "p50": 1000.0, "p99": 4000.0},
+            "error_request_count": {"avg": 2.0},
+        }
+    )
+    assert (found["turns_per_min"], found["hit_ratio"], found["failed_turn_count"]) == (120.0, 0.8, 2)
+    assert (found["latency_p50_s"], found["latency_p99_s"], found["first_token_p50_s"]) == (1.0, 4.0, None)
+
+
+@pytest.mark.parametrize(("stream", "missing"), [(True, "--traces"), (False, "--answers streamed")])
+async def test_aiperf_says_what_it_lacks(stream: bool, missing: str, tmp_path: Path) -> None:
+    spec = replace(LOADS["aiperf"].spec, stream=stream)
+    with pytest.raises(RealEngineError, match=missing):
+        await run_aiperf(spec, "http://a", 60.0, None if stream else tmp_path / "traces.jsonl")
 
 
 def test_options_name_cells_and_unknown_loads_are_refused() -> None:

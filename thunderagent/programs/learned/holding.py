@@ -35,10 +35,10 @@ of its time on lost histories, even by the upper end of the price.
 
 **Filled.** Where nothing is held and a lost token costs that little, by the upper end of the price or by the geometric
 mean of its ends, claims that all fit would leave a part of the memory unused, in which a turn could run. There some
-programs more than fit are let in (`letting_in.py`). They wait in the engine's own queue. What is lost there says nothing
-of the memory's size, and what was taken from it for earlier losses counts again only when programs are held again. A
-turn's time has its wait in it, which the price takes for time that each sequence costs. So there holding must be
-predicted to bring more.
+programs more than fit are let in (`letting_in.py`). They wait in the engine's own queue. What is lost there says
+nothing of the memory's size, and what was taken from it for earlier losses counts again only when programs are held
+again. A turn's time has its wait in it, which the price takes for time that each sequence costs. So there holding must
+be predicted to bring more.
 
 **The threshold.** H is where one more second of holding no longer pays for all tools together. So one over the lowest
 return rate up to there is what a lost token is worth in seconds of holding; each tool is held by that. That is the

@@ -658,7 +658,7 @@ FILLED = HoldingPlan(0.0, 1.0, 1.0, may_overfill=True)
 
 @pytest.mark.parametrize(("high_ratio", "let_in"), [(1.0, "abcde"), (0.7, "abcd")])
 def test_where_turns_alone_fill_the_memory_three_more_than_fit_are_let_in(high_ratio: float, let_in: str) -> None:
-    """One after the high watermark is exceeded by two of mean size, whatever it needs; and nobody is paused for that."""
+    """The last exceeds the high watermark and two of mean size, whatever it needs; and nobody is paused for that."""
     driver = driver_with(low_ratio=0.6, high_ratio=high_ratio)
     driver.scheduler.knowledge._plans["r0"] = (inf, FILLED)
     sizes = {"a": 480, "b": 480, "c": 300, "d": 300, "e": 300, "f": 10}
