@@ -37,8 +37,8 @@ of its time on lost histories, even by the upper end of the price.
 mean of its ends, claims that all fit would leave a part of the memory unused, in which a turn could run. There some
 programs more than fit are let in (`letting_in.py`). They wait in the engine's own queue. What is lost there says
 nothing of the memory's size, and what was taken from it for earlier losses counts again only when programs are held
-again. A turn's time has its wait in it, which the price takes for time that each sequence costs. So there holding must
-be predicted to bring more.
+again. A turn's time has its wait in it, which the price takes for time that each sequence costs, as if fewer turns at
+once were no loss. So holding must be predicted to bring more before a replica that was filled holds anybody.
 
 **The threshold.** H is where one more second of holding no longer pays for all tools together. So one over the lowest
 return rate up to there is what a lost token is worth in seconds of holding; each tool is held by that. That is the
@@ -76,8 +76,8 @@ alone fill the memory, it cannot be seen what part of an iteration's time is for
 per cent may be a loss.
 """
 
-CHEAP_GAIN_RATIO: Final = 1.15
-"""The same where a lost token costs little, and turns wait in the engine's queue."""
+FILLED_GAIN_RATIO: Final = 1.15
+"""What must be predicted instead where turns wait in the engine's queue."""
 
 NEARLY_RATIO: Final = 0.99
 """Of all times that are predicted to bring nearly as much as the best one, programs are held for the shortest: what few
@@ -146,12 +146,14 @@ def plan_holding(
     reserve_tokens: float = 0.0,
     least_token_s: float = 0.0,
     most_token_s: float = inf,
+    was_filled: bool = False,
 ) -> HoldingPlan:
     """Return for how long tools are best held on an engine with this memory.
 
     `corrected_ratio` of it can be claimed (`capacity.py`), `own_ratio` of what turns hold is not shared with others,
     and a program that is held claims `reserve_tokens` besides. A prompt token costs from `least_token_s` to
-    `most_token_s`; if that is little, claims may exceed the memory. Cost: O(intervals · bisections).
+    `most_token_s`; if that is little, claims may exceed the memory. `was_filled`: so the plan before said. Cost:
+    O(intervals · bisections).
     """
     held_tokens = own_ratio * means.held_tokens
     if memory_tokens <= 0 or memory_tokens == inf or means.count < ENOUGH_TURNS_COUNT or held_tokens <= 0:
@@ -176,10 +178,10 @@ def plan_holding(
         predicted = _turns_per_s(costs, means, places_count, away_ratio * lost_tokens, goes_on_ratio * away_s)
         predictions.append((predicted, lowest_per_s))
         best = max(best, predicted)
-    middle_token_s = (least_token_s * most_token_s) ** 0.5
-    is_cheap = is_soft or 0.0 < unheld * middle_token_s * lost_tokens <= CHEAP_LOSS_RATIO
-    if not best or best < (CHEAP_GAIN_RATIO if is_cheap else HOLDING_GAIN_RATIO) * unheld:
-        return HoldingPlan(0.0, unheld, unheld, may_overfill=is_cheap)
+    if not best or best < (FILLED_GAIN_RATIO if was_filled else HOLDING_GAIN_RATIO) * unheld:
+        middle_token_s = (least_token_s * most_token_s) ** 0.5
+        is_cheap = 0.0 < unheld * middle_token_s * lost_tokens <= CHEAP_LOSS_RATIO
+        return HoldingPlan(0.0, unheld, unheld, may_overfill=is_soft or is_cheap)
     lowest_per_s = next(rate_per_s for predicted, rate_per_s in predictions if predicted >= NEARLY_RATIO * best)
     return HoldingPlan(SLACK_RATIO / lowest_per_s if lowest_per_s > 0 else inf, best, unheld, exceeding_ratio)
 

@@ -289,6 +289,7 @@ class Knowledge:
                 reserve_tokens=self._turn_tokens,
                 least_token_s=price.least_token_s,
                 most_token_s=price.most_token_s if self._rules.adapt_capacity else inf,
+                was_filled=before.may_overfill,
             )
             if plan.threshold_s < before.threshold_s:
                 self.shortened_ids[replica_id] = None

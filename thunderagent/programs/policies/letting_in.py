@@ -31,7 +31,7 @@ MOST_EXPIRED_COUNT: Final = 64
 """How many programs are paused at most to make room for one."""
 
 OVERFILL_COUNT: Final = 3
-"""How many programs more than fit are let in where turns alone should fill the memory.
+"""How many programs more than fit, each of mean size, are let in where turns alone should fill the memory.
 
 When a turn's answer is here and the next turn is sent, the engine's next iteration has begun: a place would stay empty
 for that long, unless somebody waits for it in the engine's own queue. Of one who waits there is not enough: a large
@@ -70,7 +70,7 @@ class LettingIn:
         self.pass_count = pass_count
         self.wait_ratio = wait_ratio
         self._last_ratio = max(0.0, min(1.0, high_ratio) - low_ratio)
-        """Above `low_ratio`, up to where one more is let in on a replica that is to be filled."""
+        """Above `low_ratio`, up to where a replica that is to be filled counts as full."""
 
     def hold_s(self, view: SchedulerView, program: Program) -> float:
         """Return until when the program's tool returns more often than once in the break-even time."""
@@ -274,7 +274,9 @@ class LettingIn:
         grown_tokens = foreseen_tokens(view, program, replica, self.foresight_ratio) if foresees else 0.0
         needed_tokens += min(program.growth_tokens, grown_tokens)
         if view.may_overfill(replica.replica_id):
-            needed_tokens = -self._last_ratio * account.limit_tokens - _mean_claims(account, OVERFILL_COUNT - 1)
+            claim_tokens = view.claim_tokens_on(program, replica)
+            needed_tokens = claim_tokens - self._last_ratio * account.limit_tokens
+            needed_tokens -= _overfill_tokens(account, claim_tokens, 1)
         return needed_tokens, self._free_tokens(account, grown_tokens), grown_tokens
 
     def kept_tokens(self, view: SchedulerView, program: Program, replica: Replica) -> float:
@@ -385,8 +387,8 @@ class LettingIn:
         """Pause, then mark, until all unmarked claims are under the high watermark; unmark where there is room."""
         account = replica.account
         limit_tokens, marked_tokens = self.high_ratio * account.limit_tokens, account.marked_tokens
-        if view.may_overfill(replica.replica_id) and (last := view.first_to_mark(replica)) is not None:
-            limit_tokens += last.claim_tokens + _mean_claims(account, OVERFILL_COUNT - 1)
+        if view.may_overfill(replica.replica_id):
+            limit_tokens += _overfill_tokens(account)
         if account.demand_tokens - marked_tokens > limit_tokens:
             view.propose_pause_until(replica, limit_tokens, Reason.THRASHING, 1)
             while account.demand_tokens - account.marked_tokens > limit_tokens and account.active_count != 1:
@@ -400,9 +402,10 @@ class LettingIn:
                 break
 
 
-def _mean_claims(account: Account, count: int) -> float:
-    """Return what so many programs claim there in the mean, in tokens."""
-    return count * account.demand_tokens / max(1, account.active_count)
+def _overfill_tokens(account: Account, more_tokens: int = 0, more_count: int = 0) -> float:
+    """Return what `OVERFILL_COUNT` programs of mean size claim, with so many more there, in tokens."""
+    claimed_tokens = account.demand_tokens - account.other_tokens + more_tokens
+    return OVERFILL_COUNT * claimed_tokens / max(1, account.active_count + more_count)
 
 
 def _enough(expired: Sequence[Program], tokens: float, grown_tokens: float) -> Sequence[Program]:
