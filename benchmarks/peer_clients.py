@@ -3,9 +3,9 @@
 ABench (Alibaba) keeps agents in a closed loop. It names a program by `X-SMG-Routing-Key` alone, and says no end: an arm
 that reads other names sees single requests.
 
-AIPerf (NVIDIA) replays recorded sessions with their gaps, so many at a time, by the scenario of a public dashboard:
-each begins somewhere in its middle, with a cache that has seen its past. It says no end, and names a program as the arm
-reads it. Under 900 s a run is not valid by the scenario's own rules.
+AIPerf (NVIDIA) replays recorded sessions with their gaps, some at a time, by the scenario of a public dashboard: each
+begins somewhere in its middle, with a cache that has seen its past. It says no end, and names a program as the arm
+reads it. By the scenario's own rules only runs over a corpus that it names itself are valid.
 """
 
 from __future__ import annotations
@@ -89,28 +89,37 @@ def abench_figures(metrics: dict[str, Any]) -> Figures:
 
 AIPERF: Final = "aiperf==0.13.0"
 SCENARIO: Final = "inferencex-agentx-mvp"
-VALID_S: Final = 900.0
-MOST_TOKENS: Final = 100_000
+LARGEST_CONTEXT_TOKENS: Final = 100_000
 """Sessions with a larger context are left out."""
-LEAST_TURNS_COUNT: Final = 6
+FEWEST_TURNS_COUNT: Final = 6
 _BLOCK_TOKENS: Final = 64
 
 
-def write_sessions(traces: Path, folder: Path, *, most_tokens: int = MOST_TOKENS) -> int:
+def write_sessions(traces: Path, folder: Path) -> int:
     """Write recorded programs as AIPerf reads them (`weka_trace`), a file each; return how many.
 
     `traces` is JSONL as of `thunderagent record`, compressed or not. Blocks of 64 tokens that a turn shares with an
-    earlier one have the same numbers. Sub-agents, sessions with few turns, and those over `most_tokens` are left out.
+    earlier one have the same numbers. Sub-agents, sessions with few turns, and those with large contexts are left out.
+    Raises RealEngineError for a file that is not of this form.
     """
     count = 0
-    with gzip.open(traces, "rt") if traces.suffix == ".gz" else traces.open() as lines:
-        for row in map(json.loads, lines):
-            turns = row["turns"]
-            if row.get("parent") or len(turns) < LEAST_TURNS_COUNT or max(t[1] + t[2] for t in turns) > most_tokens:
-                continue
-            session = {"id": row["id"], "models": ["any"], "block_size": _BLOCK_TOKENS, "hash_id_scope": "local"}
-            (folder / f"{count:03}.json").write_text(json.dumps({**session, "requests": _requests(turns)}))
-            count += 1
+    try:
+        with gzip.open(traces, "rt") if traces.suffix == ".gz" else traces.open() as lines:
+            for row in map(json.loads, lines):
+                turns = row["turns"]
+                if row.get("parent") or len(turns) < FEWEST_TURNS_COUNT:
+                    continue
+                if max(turn[1] + turn[2] for turn in turns) > LARGEST_CONTEXT_TOKENS:
+                    continue
+                session = {"id": row["id"], "models": ["any"], "block_size": _BLOCK_TOKENS, "hash_id_scope": "local"}
+                (folder / f"{count:03}.json").write_text(json.dumps({**session, "requests": _requests(turns)}))
+                count += 1
+    except (OSError, EOFError, ValueError, TypeError, KeyError, IndexError) as error:
+        raise RealEngineError(f"{traces.name}: no recorded programs: {type(error).__name__}") from error
+    if not count:
+        raise RealEngineError(
+            f"{traces.name}: no program of {FEWEST_TURNS_COUNT} turns up to {LARGEST_CONTEXT_TOKENS} tokens"
+        )
     return count
 
 
@@ -120,7 +129,8 @@ def _requests(turns: list[list[Any]]) -> list[dict[str, Any]]:
     for start_s, input_tokens, output_tokens, hit_tokens, api_s, _gap_s, stop in turns:
         blocks_count = input_tokens // _BLOCK_TOKENS
         hit_count = min(hit_tokens // _BLOCK_TOKENS, blocks_count)
-        known = next((blocks for blocks in reversed(seen) if len(blocks) >= hit_count), [])[:hit_count]
+        # An engine that keeps answers hits more than any prompt before had.
+        known = max(reversed(seen), key=lambda blocks: min(len(blocks), hit_count), default=[])[:hit_count]
         new_count = blocks_count - len(known)
         seen.append(known + list(range(next_block, next_block + new_count)))
         next_block += new_count
@@ -147,8 +157,7 @@ def aiperf_words(spec: LoadSpec, url: str, seconds: float, tokenizer: str, sessi
         "--artifact-dir": folder,
         "--ui": "none",
     }
-    words = [str(word) for pair in named.items() for word in pair]
-    return ["profile", "--streaming", *words, *(["--unsafe-override"] if seconds < VALID_S else [])]
+    return ["profile", "--streaming", "--unsafe-override", *(str(word) for pair in named.items() for word in pair)]
 
 
 async def run_aiperf(spec: LoadSpec, url: str, seconds: float, traces: Path | None) -> Figures:
@@ -163,8 +172,7 @@ async def run_aiperf(spec: LoadSpec, url: str, seconds: float, traces: Path | No
     with TemporaryDirectory(prefix="aiperf-") as folder:
         sessions = Path(folder) / "sessions"
         sessions.mkdir()
-        if not write_sessions(traces, sessions):
-            raise RealEngineError(f"{traces}: no program of {LEAST_TURNS_COUNT} turns up to {MOST_TOKENS} tokens")
+        write_sessions(traces, sessions)
         words = aiperf_words(spec, url, seconds, tokenizer, str(sessions), folder)
         async with running(str(python.with_name("aiperf")), *words, log_path=log) as process:
             status = await process.wait()
@@ -175,7 +183,7 @@ async def run_aiperf(spec: LoadSpec, url: str, seconds: float, traces: Path | No
 
 
 def aiperf_figures(found: Mapping[str, Any]) -> Figures:
-    """Return AIPerf's figures by our names."""
+    """Return AIPerf's figures by our names. Raises RealEngineError if there are none."""
 
     def value(name: str, statistic: str = "avg") -> float | None:
         each = found.get(name, {}).get(statistic)
@@ -185,10 +193,12 @@ def aiperf_figures(found: Mapping[str, Any]) -> Figures:
         milliseconds = value(name, statistic)
         return None if milliseconds is None else milliseconds / 1000
 
-    window_s, turns_count = value("benchmark_duration") or 0.0, value("request_count") or 0.0
+    window_s, turns_count = value("benchmark_duration"), value("request_count")
+    if not window_s or not turns_count:
+        raise RealEngineError("AIPerf made no turn")
     hits = value("overall_usage_prompt_cache_read_pct")
     return {
-        "turns_per_min": turns_count * 60 / window_s if window_s else 0.0,
+        "turns_per_min": turns_count * 60 / window_s,
         "hit_ratio": None if hits is None else hits / 100,
         "latency_mean_s": seconds("request_latency", "avg"),
         "latency_p50_s": seconds("request_latency", "p50"),

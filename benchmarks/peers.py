@@ -108,7 +108,7 @@ LOADS: Final[Mapping[str, Load]] = {
         kv_tokens=262_144,
         client="aiperf",
         warmup_s=0.0,
-        measure_s=900.0,
+        measure_s=600.0,
     ),
     "h3-5": _first("40 programs of 5 turns, tools 5 s, released", 40, 5, 5.0, is_released=True),
     "h3-1": _first("40 programs of one turn that say no end", 40, 1, 0.0, is_released=False),
@@ -387,9 +387,9 @@ def results(runs: Sequence[Run], arms: Sequence[Arm], settings: Settings) -> dic
     """Return everything for a JSON file."""
     loads = {run.cell.load: asdict(LOADS[run.cell.load]) for run in runs}
     return {
-        "command": _command(settings.traces),
+        "command": command_of(sys.argv[1:]),
         "versions": versions(runs, arms),
-        "settings": {**asdict(settings), "code": str(settings.code or ""), "traces": _name(settings.traces)},
+        "settings": {**asdict(settings), "code": _name(settings.code), "traces": _name(settings.traces)},
         "loads": loads,
         "ratios": [asdict(ratio) for ratio in ratios(runs)],
         "runs": [asdict(run) for run in runs],
@@ -400,9 +400,9 @@ def _name(path: Path | None) -> str:
     return path.name if path else ""
 
 
-def _command(traces: Path | None) -> str:
-    words = [_name(traces) if traces and word == str(traces) else word for word in sys.argv[1:]]
-    return shlex.join(["scripts/bench", "peers", *words])
+def command_of(words: Sequence[str]) -> str:
+    """Return the command for a result: of a path only its name."""
+    return shlex.join(["scripts/bench", "peers", *(word.rpartition("/")[2] for word in words)])
 
 
 async def compare(
@@ -488,6 +488,9 @@ def main() -> None:
         code=arguments.code,
         traces=arguments.traces,
     )
+    for name in arguments.loads.split(","):
+        if LOADS[name].client == "aiperf" and (not arguments.traces or arguments.answers != "streamed"):
+            raise SystemExit(f"{name} replays recorded programs, and streams: it needs --traces and --answers streamed")
     arms = [find_arm(name) for name in arguments.arms.split(",")]
     runs = asyncio.run(compare(cells_of(arguments), arms, arguments.rounds, settings, arguments.name, console))
     console.print(table(runs))

@@ -43,8 +43,8 @@ from thunderagent.simulator.workloads.plans import Workload
 from thunderagent.simulator.workloads.traces import Limits, TraceWorkload
 
 LONGEST_BATCH_S = 1800.0
-ON_THE_WAY_S = 0.002
-"""Until a granted turn reaches its engine, where the engine's times do not say: a vLLM took 2.5 to 6.8 ms
+REQUEST_OVERHEAD_S = 0.002
+"""Until a granted turn reaches its engine, where the engine's times do not say: a vLLM took 2.5 to 14.8 ms
 (`fidelity.json`). However short: when a turn ends, the engine has begun its next iteration before another one comes.
 """
 
@@ -117,20 +117,24 @@ def _tells_work(engine: EngineConfig) -> bool:
     return engine.timing.name != "mocker"
 
 
-def _away(engine: EngineConfig) -> EngineConfig:
+def _behind_proxy(engine: EngineConfig) -> EngineConfig:
     """Return the engine as a proxy has it: turns take time to reach it."""
-    overhead_s = engine.timing.request_overhead_s or ON_THE_WAY_S
+    overhead_s = engine.timing.request_overhead_s or REQUEST_OVERHEAD_S
     return replace(engine, timing=replace(engine.timing, request_overhead_s=overhead_s))
 
 
 def _closed(engine: EngineConfig, count: int, seconds: float, **changes: Any) -> Scenario:
     changes = {"engine_tells_work": _tells_work(engine), **changes}
-    return Scenario(engine=_away(engine), programs_count=count, horizon_s=seconds + 60.0, warmup_s=60.0, **changes)
+    return Scenario(
+        engine=_behind_proxy(engine), programs_count=count, horizon_s=seconds + 60.0, warmup_s=60.0, **changes
+    )
 
 
 def _batch(engine: EngineConfig, count: int, **changes: Any) -> Scenario:
     changes = {"replica_count": 2, "engine_tells_work": _tells_work(engine), **changes}
-    return Scenario(engine=_away(engine), loop="batch", programs_count=count, horizon_s=LONGEST_BATCH_S, **changes)
+    return Scenario(
+        engine=_behind_proxy(engine), loop="batch", programs_count=count, horizon_s=LONGEST_BATCH_S, **changes
+    )
 
 
 def uneven() -> Iterator[tuple[str, Scenario, Workload]]:
@@ -145,7 +149,7 @@ def uneven() -> Iterator[tuple[str, Scenario, Workload]]:
     ):
         for name, load in (("fits", 0.4), ("full", 2.0)):
             count = programs_at(load, large.capacity_tokens + last.capacity_tokens, context_tokens)
-            scenario = _closed(large, count, 240.0, replica_count=2, last_engine=_away(last), answers_whole=True)
+            scenario = _closed(large, count, 240.0, replica_count=2, last_engine=last, answers_whole=True)
             yield f"uneven-{what}-{name}-whole", scenario, programs
 
 

@@ -31,7 +31,19 @@ from benchmarks.peer_clients import (
     run_aiperf,
     write_sessions,
 )
-from benchmarks.peers import LOADS, Cell, Run, _arguments, _spec, cells_of, figures, markdown, order, ratios
+from benchmarks.peers import (
+    LOADS,
+    Cell,
+    Run,
+    _arguments,
+    _spec,
+    cells_of,
+    command_of,
+    figures,
+    markdown,
+    order,
+    ratios,
+)
 
 MOCKERS = Setup("mocker", 1, 131_072)
 CELL = Cell("h1", "whole", 1)
@@ -191,15 +203,41 @@ def test_recorded_programs_become_sessions_in_which_what_was_cached_has_the_same
     assert not set(again["hash_ids"]) & {*first["hash_ids"], *second["hash_ids"], *third["hash_ids"]}
 
 
+def test_what_was_cached_of_an_answer_is_no_block_that_a_prompt_had(tmp_path: Path) -> None:
+    turns = [[0, 640, 300, 0, 1.0, 1.0, "tool_use"], [3, 1280, 1, 900, 1.0, 1.0, "tool_use"]] * 3
+    (traces := tmp_path / "traces.jsonl").write_text(json.dumps({"id": "a", "turns": turns}))
+    (folder := tmp_path / "sessions").mkdir()
+    write_sessions(traces, folder)
+    first, second, *_ = json.loads((folder / "000.json").read_text())["requests"]
+    assert second["hash_ids"][:10] == first["hash_ids"]
+    assert len(set(second["hash_ids"])) == 20
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "no json", '{"id": "a", "turns": [[1, 2]]}', '{"turns": [1, 2, 3, 4, 5, 6]}']
+)
+def test_a_file_without_recorded_programs_is_named_but_not_its_folder(text: str, tmp_path: Path) -> None:
+    (traces := tmp_path / "traces.jsonl").write_text(text)
+    with pytest.raises(RealEngineError, match=r"^traces\.jsonl: no "):
+        write_sessions(traces, tmp_path)
+    with pytest.raises(RealEngineError, match=r"^gone\.jsonl: no "):
+        write_sessions(tmp_path / "gone.jsonl", tmp_path)
+
+
+def test_a_result_has_no_folders_of_this_machine() -> None:
+    words = ["--traces", "/home/me/traces.jsonl", "--code", "/home/me/code", "--loads", "h1,h2"]
+    assert command_of(words) == "scripts/bench peers --traces traces.jsonl --code code --loads h1,h2"
+    assert command_of(["--traces=/home/me/traces.jsonl"]).endswith("peers traces.jsonl")
+
+
 def test_aiperf_gets_the_scenario_and_names_programs_as_the_arm_reads_them() -> None:
-    """Shorter than its rules say, a run is marked as not valid."""
+    """Recorded programs of one's own are no corpus that the scenario names: it must be told to take them."""
     spec = replace(LOADS["aiperf"].spec, program_header="X-Session-ID")
     words = aiperf_words(spec, "http://a", 900.0, "/tokenizer", "/sessions", "/out")
     assert words[words.index("--scenario") + 1] == "inferencex-agentx-mvp"
     assert words[words.index("--session-header") + 1] == "X-Session-ID"
     assert words[words.index("--concurrency") + 1] == "24"
-    assert "--unsafe-override" not in words
-    assert "--unsafe-override" in aiperf_words(spec, "http://a", 899.0, "/tokenizer", "/sessions", "/out")
+    assert "--unsafe-override" in words
 
 
 def test_aiperf_figures_have_our_names() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from math import inf
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.builders import Driver, grew, of_kind, restored_on
 from thunderagent.errors import ConfigurationError
@@ -656,35 +658,49 @@ def test_up_to_the_low_watermark_programs_are_let_in_and_above_the_high_one_paus
 FILLED = HoldingPlan(0.0, 1.0, 1.0, may_overfill=True)
 
 
-@pytest.mark.parametrize(("high_ratio", "let_in"), [(1.0, "abcde"), (0.7, "abcd")])
-def test_where_turns_alone_fill_the_memory_three_more_than_fit_are_let_in(high_ratio: float, let_in: str) -> None:
-    """The last exceeds the high watermark and two of mean size, whatever it needs; and nobody is paused for that."""
-    driver = driver_with(low_ratio=0.6, high_ratio=high_ratio)
+def filled(**settings: float) -> Driver:
+    """One replica of 1,000 tokens, to be filled by turns alone."""
+    driver = driver_with(low_ratio=0.6, **settings)
     driver.scheduler.knowledge._plans["r0"] = (inf, FILLED)
-    sizes = {"a": 480, "b": 480, "c": 300, "d": 300, "e": 300, "f": 10}
-    turns = {name: driver.arrives(name, tokens) for name, tokens in sizes.items()}
-    assert [name for name, turn in turns.items() if not driver.held(turn)] == list(let_in)
-    assert of_kind(Mark, driver.ticks(1.0)) == []
-    claimed_tokens = driver.demand()
-    assert claimed_tokens == sum(sizes[name] for name in let_in)
-    missing_tokens = claimed_tokens - 1000 * high_ratio - 2 * claimed_tokens / len(let_in)
-    assert 0 < missing_tokens <= 300
-    view, held = driver.scheduler.view, driver.program("f")
-    replica = driver.scheduler.replicas["r0"]
-    kept_tokens = driver.scheduler.policy.kept_tokens(view, held, replica)
-    assert 10 + kept_tokens - (1000 - claimed_tokens) == pytest.approx(missing_tokens)
-    driver.finishes(turns["a"], 480)
-    driver.releases("a")
-    assert not driver.held(turns[min(set(sizes) - set(let_in))])
+    return driver
+
+
+@pytest.mark.parametrize(("high_ratio", "fit_count"), [(1.0, 10), (0.7, 7)])
+def test_where_turns_alone_fill_the_memory_three_more_than_fit_are_let_in(high_ratio: float, fit_count: int) -> None:
+    """Nobody is paused for that; and when one ends, the next is let in."""
+    driver = filled(high_ratio=high_ratio)
+    turns = [driver.arrives(f"p{number}", 100) for number in range(16)]
+    assert [driver.held(turn) for turn in turns] == [False] * (fit_count + 3) + [True] * (13 - fit_count)
+    view, held = driver.scheduler.view, driver.program("p15")
+    kept_tokens = driver.scheduler.policy.kept_tokens(view, held, driver.scheduler.replicas["r0"])
+    assert 100 + kept_tokens - (1000 - driver.demand()) == pytest.approx(100)
+    assert driver.ticks(1.0) == []
+    driver.finishes(turns[0], 100)
+    driver.releases("p0")
+    assert not driver.held(turns[fit_count + 3])
+    assert driver.held(turns[fit_count + 4])
+
+
+def test_turns_without_a_program_take_room_but_are_no_programs() -> None:
+    driver = filled()
+    driver.arrives(None, 500)
+    turns = [driver.arrives(f"p{number}", 100) for number in range(16)]
+    assert [driver.held(turn) for turn in turns].count(False) == 5 + 3
+
+
+@given(st.lists(st.integers(1, 600), min_size=4, max_size=30))
+def test_who_was_let_in_beyond_the_memory_is_not_marked_while_nobody_grows(sizes: list[int]) -> None:
+    driver = filled()
+    for number, tokens in enumerate(sizes):
+        driver.arrives(f"p{number}", tokens)
+    assert [each for _ in range(3) for each in driver.ticks(1.0) if isinstance(each, Mark | Unmark | Pause)] == []
 
 
 def test_the_three_are_marked_once_memory_is_worth_more() -> None:
-    driver = driver_with(low_ratio=0.6)
-    plans = driver.scheduler.knowledge._plans
-    plans["r0"] = (inf, FILLED)
-    assert not any(driver.held(driver.arrives(name, 250)) for name in "abcdefg")
-    assert of_kind(Mark, driver.ticks(1.0)) == []
-    plans["r0"] = (inf, HoldingPlan(0.0, 1.0, 1.0))
+    driver = filled()
+    turns = [driver.arrives(f"p{number}", 100) for number in range(16)]
+    assert [driver.held(turn) for turn in turns].count(False) == 13
+    driver.scheduler.knowledge._plans["r0"] = (inf, HoldingPlan(0.0, 1.0, 1.0))
     assert len(of_kind(Mark, driver.ticks(1.0))) == 3
 
 
