@@ -92,6 +92,8 @@ SCENARIO: Final = "inferencex-agentx-mvp"
 LARGEST_CONTEXT_TOKENS: Final = 100_000
 """Sessions with a larger context are left out."""
 FEWEST_TURNS_COUNT: Final = 6
+LONGEST_PAUSE_S: Final = 60.0
+"""From one turn to the next: people were away for hours, and AIPerf first waits for the longest such pause."""
 _BLOCK_TOKENS: Final = 64
 
 
@@ -99,7 +101,8 @@ def write_sessions(traces: Path, folder: Path) -> int:
     """Write recorded programs as AIPerf reads them (`weka_trace`), a file each; return how many.
 
     `traces` is JSONL as of `thunderagent record`, compressed or not. Blocks of 64 tokens that a turn shares with an
-    earlier one have the same numbers. Sub-agents, sessions with few turns, and those with large contexts are left out.
+    earlier one have the same numbers. Sub-agents, sessions with few turns, and those with large contexts are left out;
+    no pause is longer than `LONGEST_PAUSE_S`.
     Raises RealEngineError for a file that is not of this form.
     """
     count = 0
@@ -126,7 +129,10 @@ def write_sessions(traces: Path, folder: Path) -> int:
 def _requests(turns: list[list[Any]]) -> list[dict[str, Any]]:
     seen: list[list[int]] = []
     next_block, requests = 0, []
+    at_s, before_s = 0.0, turns[0][0]
     for start_s, input_tokens, output_tokens, hit_tokens, api_s, _gap_s, stop in turns:
+        at_s += min(LONGEST_PAUSE_S, max(0.0, start_s - before_s))
+        before_s = start_s
         blocks_count = input_tokens // _BLOCK_TOKENS
         hit_count = min(hit_tokens // _BLOCK_TOKENS, blocks_count)
         # An engine that keeps answers hits more than any prompt before had.
@@ -136,7 +142,7 @@ def _requests(turns: list[list[Any]]) -> list[dict[str, Any]]:
         next_block += new_count
         sizes = {"in": input_tokens, "out": max(1, output_tokens), "hash_ids": seen[-1]}
         ended = {"stop": "" if stop == "unknown" else stop, "api_time": api_s}
-        requests.append({"t": start_s, "type": "s", "model": "any", **sizes, **ended})
+        requests.append({"t": at_s, "type": "s", "model": "any", **sizes, **ended})
     return requests
 
 

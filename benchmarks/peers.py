@@ -402,7 +402,8 @@ def _name(path: Path | None) -> str:
 
 def command_of(words: Sequence[str]) -> str:
     """Return the command for a result: of a path only its name."""
-    return shlex.join(["scripts/bench", "peers", *(word.rpartition("/")[2] for word in words)])
+    named = ("=".join(part.rpartition("/")[2] for part in word.split("=")) for word in words)
+    return shlex.join(["scripts/bench", "peers", *named])
 
 
 async def compare(

@@ -181,7 +181,7 @@ def test_recorded_programs_become_sessions_in_which_what_was_cached_has_the_same
     turns = [
         [0, 640, 50, 0, 2.0, 3.0, "tool_use"],
         [5, 800, 50, 640, None, 1.0, "unknown"],
-        [9, 200, 0, 128, 1.0, None, "end_turn"],
+        [3600, 200, 0, 128, 1.0, None, "end_turn"],
     ]
     rows = [
         {"id": "few", "turns": turns},
@@ -200,6 +200,7 @@ def test_recorded_programs_become_sessions_in_which_what_was_cached_has_the_same
     assert second["hash_ids"] == [*first["hash_ids"], 10, 11]
     assert third["hash_ids"] == [*first["hash_ids"][:2], 12]
     assert (third["out"], second["stop"], second["api_time"]) == (1, "", None)
+    assert [each["t"] for each in (first, second, third, again)] == [0, 5, 65, 65]
     assert not set(again["hash_ids"]) & {*first["hash_ids"], *second["hash_ids"], *third["hash_ids"]}
 
 
@@ -227,7 +228,7 @@ def test_a_file_without_recorded_programs_is_named_but_not_its_folder(text: str,
 def test_a_result_has_no_folders_of_this_machine() -> None:
     words = ["--traces", "/home/me/traces.jsonl", "--code", "/home/me/code", "--loads", "h1,h2"]
     assert command_of(words) == "scripts/bench peers --traces traces.jsonl --code code --loads h1,h2"
-    assert command_of(["--traces=/home/me/traces.jsonl"]).endswith("peers traces.jsonl")
+    assert command_of(["--traces=/home/me/traces.jsonl"]).endswith("peers --traces=traces.jsonl")
 
 
 def test_aiperf_gets_the_scenario_and_names_programs_as_the_arm_reads_them() -> None:

@@ -102,6 +102,11 @@ def test_every_figure_must_reach_its_bar_by_its_bad_end(
     assert table("t", [outcome]).row_count == 1
 
 
+def test_turns_take_time_to_reach_every_cells_engines() -> None:
+    """Without it a place that a turn leaves is taken at once, by whom the proxy sends: no engine is so quick."""
+    assert min(cell.scenario.engine.timing.request_overhead_s for cell in cells()) >= 0.002
+
+
 def test_every_cell_has_a_name_of_its_own() -> None:
     names = [cell.name for cell in cells()]
     assert len(set(names)) == len(names)
