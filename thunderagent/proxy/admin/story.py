@@ -57,7 +57,7 @@ class RoomReport(Report):
     replica_id: str
     free_tokens: int | None = Field(description="what nobody claims; less than 0 if more is claimed than there is")
     kept_tokens: int = Field(
-        description="what the policy keeps free of that, mostly for growth; negative where one more than fits may come"
+        description="what the policy keeps free of that, mostly for growth; negative where more than fit may come"
     )
     needed_tokens: int = Field(description="what the program would add, without what others there claim already")
     missing_tokens: int = Field(description="what is needed and kept, less what is free")
