@@ -270,13 +270,12 @@ class LettingIn:
         self, view: SchedulerView, program: Program, replica: Replica, foresees: bool
     ) -> tuple[float, float, float]:
         """Return what a program needs on a replica, what is free there, and the foreseen growth of each program."""
-        account, needed_tokens = replica.account, float(view.claim_tokens_on(program, replica))
+        account, claim_tokens = replica.account, view.claim_tokens_on(program, replica)
         grown_tokens = foreseen_tokens(view, program, replica, self.foresight_ratio) if foresees else 0.0
-        needed_tokens += min(program.growth_tokens, grown_tokens)
+        more_tokens: float = min(program.growth_tokens, grown_tokens)
         if view.may_overfill(replica.replica_id):
-            claim_tokens = view.claim_tokens_on(program, replica)
-            needed_tokens = claim_tokens - self._last_ratio * account.limit_tokens
-            needed_tokens -= _overfill_tokens(account, claim_tokens, 1)
+            more_tokens = -self._last_ratio * account.limit_tokens - _overfill_tokens(account, claim_tokens, 1)
+        needed_tokens = claim_tokens + more_tokens
         return needed_tokens, self._free_tokens(account, grown_tokens), grown_tokens
 
     def kept_tokens(self, view: SchedulerView, program: Program, replica: Replica) -> float:
