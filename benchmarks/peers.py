@@ -450,10 +450,12 @@ def _arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def cells_of(arguments: argparse.Namespace) -> list[Cell]:
-    """Return the cells that the options name. Raises SystemExit for an unknown load or kind of answers."""
+    """Return the cells that the options name. Raises SystemExit for what is unknown, or lacks an option."""
     names, answers = arguments.loads.split(","), arguments.answers.split(",")
     if unknown := [name for name in names if name not in LOADS] + sorted(set(answers) - {"whole", "streamed"}):
         raise SystemExit(f"no load or kind of answers: {', '.join(unknown)}; --list shows the loads")
+    if "aiperf" in names and (not arguments.traces or answers != ["streamed"]):
+        raise SystemExit("aiperf replays recorded programs, and streams: it needs --traces and --answers streamed")
     counts = [int(text) for text in (arguments.engines or "0").split(",")]
     programs = [int(text) for text in arguments.programs.split(",")] if arguments.programs else [None]
     return [
@@ -489,9 +491,6 @@ def main() -> None:
         code=arguments.code,
         traces=arguments.traces,
     )
-    for name in arguments.loads.split(","):
-        if LOADS[name].client == "aiperf" and (not arguments.traces or arguments.answers != "streamed"):
-            raise SystemExit(f"{name} replays recorded programs, and streams: it needs --traces and --answers streamed")
     arms = [find_arm(name) for name in arguments.arms.split(",")]
     runs = asyncio.run(compare(cells_of(arguments), arms, arguments.rounds, settings, arguments.name, console))
     console.print(table(runs))

@@ -270,6 +270,11 @@ def test_options_name_cells_and_unknown_loads_are_refused() -> None:
     assert cells_of(_arguments(["--loads", "h3-1", "--answers", "streamed"])) == [Cell("h3-1", "streamed", 2)]
     with pytest.raises(SystemExit, match="h9"):
         cells_of(_arguments(["--loads", "h9"]))
+    replayed = ["--loads", "aiperf", "--traces", "traces.jsonl"]
+    assert cells_of(_arguments([*replayed, "--answers", "streamed"])) == [Cell("aiperf", "streamed", 1)]
+    for lacking in (replayed, ["--loads", "aiperf", "--answers", "streamed"]):
+        with pytest.raises(SystemExit, match="--traces and --answers streamed"):
+            cells_of(_arguments(lacking))
 
 
 def test_the_page_gets_a_row_for_each_cell_and_arm_with_ratios_to_the_first() -> None:
