@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -431,6 +432,32 @@ async def test_leaving_leader_writes_what_there_is_without_waiting_for_calm() ->
         await member.leading.writing.finish()
         assert len(store.log) == before_count + 1
         await member.until_written("last", since_count=before_count)
+
+
+async def test_leader_that_ends_while_it_encodes_what_it_learned_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error there would end the whole process, which then never stands by again."""
+    encodes, may_encode = threading.Event(), threading.Event()
+
+    def encode(records: object) -> bytes:
+        encodes.set()
+        may_encode.wait(30)
+        return b"learned"
+
+    monkeypatch.setattr("thunderagent.scale.leader.writing.LEARNED_S", 0.001)
+    monkeypatch.setattr("thunderagent.scale.leader.writing.encode_state", encode)
+    async with running(MemoryStore()) as member:
+        await until_leading(member)
+        writing = member.leading.writing
+        noting = asyncio.create_task(writing.note_learned())
+        while not encodes.is_set():
+            await asyncio.sleep(0)
+        await writing.finish()
+        may_encode.set()
+        while writing._learned_content != b"learned":
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not noting.done()
+        noting.cancel()
 
 
 async def test_ids_alone_stay_of_programs_that_ended_while_the_store_was_away() -> None:

@@ -231,11 +231,11 @@ class Writing:
         written_count = -1
         while True:
             await asyncio.sleep(LEARNED_S)
-            turns_count = self._runtime.outcome_counts.total()
-            if turns_count != written_count and self._journal is not None:
+            turns_count, journal = self._runtime.outcome_counts.total(), self._journal
+            if turns_count != written_count and journal is not None:
                 written_count = turns_count
                 self._learned_content = await asyncio.to_thread(encode_state, self._learned.records())
-                self._journal.learned(self._learned_content)
+                journal.learned(self._learned_content)  # it may have ended meanwhile
                 self._news.set()
 
 
