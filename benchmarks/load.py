@@ -16,7 +16,7 @@ import itertools
 import json
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -267,6 +267,31 @@ async def run_programs(
         return run.result(0.0, run.now_s())
 
 
+STRANGERS_SEEDS_FROM = 1_000_000
+
+
+@contextlib.asynccontextmanager
+async def strangers(spec: LoadSpec, base_url: str, every_s: float) -> AsyncIterator[None]:
+    """Have others send one turn each `every_s` seconds during the block, of 400 to 1,200 tokens, of no program."""
+    seed = spec.seed + STRANGERS_SEEDS_FROM
+    counts = {"turns": (1, 1), "first_prompt_tokens": (400, 1200), "output_tokens": (32, 32), "system_tokens": 0}
+    single = replace(spec, seed=seed, end_signal=EndSignal.NONE, program_header="X-Stranger", **counts)
+
+    async def come(run: _Run) -> None:
+        async with asyncio.TaskGroup() as group:
+            for index in itertools.count():
+                await asyncio.sleep(every_s)
+                group.create_task(run.run_program(plan_program(single, index)))
+
+    async with _open_run(single, base_url, False, None) as run:
+        coming = asyncio.create_task(come(run))
+        try:
+            yield
+        finally:
+            coming.cancel()
+            await asyncio.wait([coming])
+
+
 @contextlib.asynccontextmanager
 async def _open_run(
     spec: LoadSpec, base_url: str, is_proxy: bool, on_turn: Callable[[TurnRecord], None] | None
@@ -324,7 +349,7 @@ class _Run:
 
         async def work() -> None:
             for index in remaining:
-                await self._run_program(plan_program(self._spec, index))
+                await self.run_program(plan_program(self._spec, index))
 
         async with asyncio.TaskGroup() as group:
             for _ in range(self._spec.programs):
@@ -334,7 +359,7 @@ class _Run:
         """Release every program that was cut off."""
         await asyncio.gather(*(self._release(program_id) for program_id in sorted(self._live_program_ids)))
 
-    async def _run_program(self, plan: ProgramPlan) -> None:
+    async def run_program(self, plan: ProgramPlan) -> None:
         """Run one program turn by turn; give it up at a turn that no try completes."""
         self._live_program_ids.add(plan.program_id)
         messages = [{"role": "system", "content": plan.system_prompt}]

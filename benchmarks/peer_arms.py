@@ -63,6 +63,8 @@ class Target:
     program_header: str = "X-Program-ID"
     end_signal: EndSignal | None = None
     is_ours: bool = False
+    engine_urls: str = ""
+    """Where strangers send, past what stands before the engines; empty where nobody can."""
 
 
 class Arm:
@@ -125,7 +127,7 @@ class DirectArm(Arm):
                 yield Target(url)
         else:
             async with engines(setup) as urls:
-                yield Target(",".join(urls))
+                yield Target(",".join(urls), engine_urls=",".join(urls))
 
 
 class PluginArm(Arm):
@@ -141,7 +143,7 @@ class PluginArm(Arm):
     async def open(self, setup: Setup) -> AsyncIterator[Target]:
         """Run engines with it."""
         async with engines(setup, **plugin_settings()) as urls:
-            yield Target(",".join(urls), "X-Session-ID")
+            yield Target(",".join(urls), "X-Session-ID", engine_urls=",".join(urls))
 
 
 class RouterArm(Arm):
@@ -183,7 +185,7 @@ class RouterArm(Arm):
             async with running(*command, log_path=log) as process:
                 url = f"http://127.0.0.1:{port}"
                 await _until_it_answers(f"{url}/v1/chat/completions", process, log)
-                yield Target(url, self._header)
+                yield Target(url, self._header, engine_urls=",".join(urls))
 
 
 class AgentInferArm(Arm):
@@ -222,7 +224,7 @@ class AgentInferArm(Arm):
             variables = {"PYTHONPATH": str(folder), "AGENTCACHE_VLLM_LIFECYCLE_SOCKET": f"{sockets}/lifecycle"}
             words = tuple(self.engine_words())
             async with engines(setup, extra_args=words, extra_variables=tuple(variables.items())) as urls:
-                yield Target(urls[0], "X-Session-ID")
+                yield Target(urls[0], "X-Session-ID", engine_urls=urls[0])
 
 
 async def _until_it_answers(url: str, process: Process, log: Path) -> None:
@@ -287,7 +289,7 @@ class OurArm(Arm):
             log = cache_dir() / "logs" / "peers-proxy.log"
             words = serve_words(self._policy, setup, urls)
             server = await stack.enter_async_context(thunderagent(*words, log_path=log, code=setup.code))
-            yield Target(server.url, end_signal=EndSignal.RELEASE, is_ours=True)
+            yield Target(server.url, end_signal=EndSignal.RELEASE, is_ours=True, engine_urls=",".join(urls))
 
 
 def serve_words(policy: str, setup: Setup, urls: Sequence[str]) -> list[str]:

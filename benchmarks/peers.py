@@ -32,7 +32,7 @@ from rich.table import Table
 from benchmarks import dynamo
 from benchmarks.engine_kinds import KINDS
 from benchmarks.environments import RealEngineError
-from benchmarks.load import EndSignal, LoadResult, LoadSpec, plan_program, run_load, run_programs
+from benchmarks.load import EndSignal, LoadResult, LoadSpec, plan_program, run_load, run_programs, strangers
 from benchmarks.machine import save_results
 from benchmarks.peer_arms import Arm, Setup, Target, find_arm, replicas
 from benchmarks.peer_clients import CLIENTS
@@ -63,6 +63,8 @@ class Load:
     """One of `CLIENTS`, or ours."""
     warmup_s: float = 20.0
     measure_s: float = 100.0
+    strangers_s: float = 0.0
+    """Others send the engines a turn this often, past what stands before them; 0: nobody."""
 
 
 _STANDARD = LoadSpec(programs=16)
@@ -90,6 +92,13 @@ LOADS: Final[Mapping[str, Load]] = {
     ),
     "h2": Load("the standard load, 16 programs, a pool of 16,000 tokens, cheap prefill", _STANDARD, kv_tokens=16_000),
     "standard": Load("the standard load on a real vLLM, 16 programs, 16,000 tokens", _STANDARD, "vllm", 16_000),
+    "strangers": Load(
+        "the same, while others send the engine a turn every 4 s, past the proxy",
+        _STANDARD,
+        "vllm",
+        16_000,
+        strangers_s=4.0,
+    ),
     "abench": Load(
         "ABench: 24 agents in a closed loop that name themselves by X-SMG-Routing-Key and say no end",
         LoadSpec(
@@ -271,7 +280,9 @@ async def _closed(run: Run, load: Load, spec: LoadSpec, target: Target, settings
         async with _watching(target, warmup_s) as watch:
             measured = await CLIENTS[load.client].run(spec, target.url, warmup_s + measure_s, settings.traces)
         return replace(run, figures={**measured, **(watch.figures() if watch else {})})
-    async with _watching(target, warmup_s) as watch:
+    async with _watching(target, warmup_s) as watch, contextlib.AsyncExitStack() as stack:
+        if load.strangers_s:
+            await stack.enter_async_context(strangers(spec, target.engine_urls, load.strangers_s))
         result = await run_load(spec, target.url, is_proxy=True, warmup_s=warmup_s, measure_s=measure_s)
         done = await _finish(run, result, target, watch)
     # A real vLLM with stock flags does not say what was cached.

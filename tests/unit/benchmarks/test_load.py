@@ -22,6 +22,7 @@ from benchmarks.load import (
     plan_program,
     run_load,
     run_programs,
+    strangers,
 )
 from tests.loopback import on_loopback
 
@@ -65,7 +66,7 @@ class FakeEngine:
         self.highest_running_count = max(self.highest_running_count, self.running_count)
         try:
             await asyncio.sleep(self.delay_s)
-            program_id = request.headers.get("X-Dynamo-Session-ID") or request.headers["X-Program-ID"]
+            program_id = request.headers.get("X-Dynamo-Session-ID") or request.headers.get("X-Program-ID", "nobody")
             self.bodies.setdefault(program_id, []).append(body)
             return await (self._stream(request, body, failure) if body["stream"] else self._whole(body))
         finally:
@@ -194,6 +195,22 @@ async def test_turns_go_to_several_targets_in_turn() -> None:
     async with serving(first) as url, serving(second) as other_url:
         await run_programs(replace(QUICK, programs=1, turns=(4, 4)), f"{url},{other_url}", 1, is_proxy=False)
     assert [len(engine.bodies["program-0-0"]) for engine in (first, second)] == [2, 2]
+
+
+async def test_strangers_come_of_no_program_with_one_turn_each_and_leave_with_the_load() -> None:
+    engine = FakeEngine()
+    async with serving(engine) as url:
+        async with strangers(QUICK, url, 0.005):
+            await run_programs(QUICK, url, 2, is_proxy=True)
+            while len(engine.bodies.get("nobody", ())) < 3:
+                await asyncio.sleep(0.001)
+        count = len(engine.bodies["nobody"])
+        await asyncio.sleep(0.02)
+        assert len(engine.bodies["nobody"]) == count
+    prompts = [body["messages"][-1]["content"].split() for body in engine.bodies["nobody"]]
+    assert all(400 <= len(words) <= 1200 for words in prompts)
+    assert len({tuple(words) for words in prompts}) == count
+    assert engine.bodies.keys() == {"program-0-0", "program-0-1", "nobody"}
 
 
 async def test_without_usage_the_token_counts_are_unknown() -> None:
