@@ -27,6 +27,9 @@ log = structlog.get_logger("thunderagent")
 RESTARTS_COUNT, RESTARTS_WITHIN_S = 5, 60.0
 """Gateways that end are restarted, in total this often within that time; then everything ends."""
 
+START_AGAIN_S = 2.0
+"""Time until a gateway that the system could not start is started again."""
+
 
 async def serve_with_gateways(config: ServeConfig, options: Sequence[str], *, announcer: Announcer | None) -> None:
     """Run a scheduler, and `config.gateways` gateways on one port, each a process given `options`.
@@ -107,9 +110,16 @@ class _Gateways:
     async def _keep(self, number: int) -> None:
         is_first, loop = True, asyncio.get_running_loop()
         while not self._ending:
-            process = await asyncio.create_subprocess_exec(
-                *self._command, stdin=PIPE, stdout=PIPE, env=self._environment, start_new_session=True
-            )
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *self._command, stdin=PIPE, stdout=PIPE, env=self._environment, start_new_session=True
+                )
+            except OSError as error:  # no memory, or no descriptors: the others go on
+                if is_first:
+                    raise
+                log.error("gateway_not_started", number=number, why=str(error))  # noqa: TRY400 - no bug, so no trace
+                await asyncio.sleep(START_AGAIN_S)
+                continue
             self._processes.add(process)
             assert process.stdout is not None
             line = await process.stdout.readline()

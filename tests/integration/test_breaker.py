@@ -306,9 +306,13 @@ async def test_a_probe_that_begins_well_and_ends_badly_does_not_close_the_breake
         assert report["breaker_retry_in_s"] > 1.0, "the backoff did not grow"
 
 
-async def test_a_probe_whose_client_leaves_makes_way_for_another() -> None:
-    gate = Gate(after=(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}",))
-    async with two_replicas(**BREAKS) as (broken, healthy, proxy):
+@pytest.mark.parametrize("has_priorities", [True, False])
+async def test_a_probe_whose_client_leaves_makes_way_for_another(has_priorities: bool) -> None:
+    """With priorities the first 400 is read before it is passed on; it may be about them."""
+    before = (b"HTTP/1.1 400 Bad Request\r\ncontent-length: 2\r\n\r\n",) if has_priorities else ()
+    gate = Gate(before, after=() if has_priorities else (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}",))
+    more = {"priority": "tests.integration.test_priorities:Seven"} if has_priorities else {}
+    async with two_replicas(**BREAKS, **more) as (broken, healthy, proxy):
         await trip(proxy, broken)
         failures_count = len(broken.calls)
         broken.behaviour = gate
@@ -323,6 +327,8 @@ async def test_a_probe_whose_client_leaves_makes_way_for_another() -> None:
         await until(broken.calls[-1].left.is_set)
         await until(lambda: proxy.runtime.leases_count == 0)
         gate.open()
+        if has_priorities:
+            broken.behaviour = answers()
         async with asyncio.timeout(DEADLINE_S):
             while (await breaker_of(proxy, broken))["breaker"] != "closed":
                 assert (await ask(proxy.url, f"again-{len(broken.calls) + len(healthy.calls)}")).status == 200
@@ -422,6 +428,27 @@ async def test_a_turn_waits_where_the_only_replica_is_full() -> None:
         replica.behaviour = answers({"error": "full"}, status="503 Service Unavailable")
         impatient = await post(proxy.url, CHAT, turn("a"), ("X-Program-Patience", "0.5"))
         assert (impatient.status, impatient.json()) == (503, {"error": "full"})
+
+
+async def test_turn_whose_program_is_released_before_its_next_try_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would begin another program of that name, which nobody releases."""
+    async with two_replicas() as (broken, healthy, proxy):
+
+        async def may_retry(*_given: object) -> bool:
+            await asyncio.sleep(0)
+            proxy.runtime.release("a")
+            return True
+
+        monkeypatch.setattr("thunderagent.proxy.turns.forward.Forwarding.may_retry", may_retry)
+        statuses = []
+        while not broken.calls:
+            statuses.append((await ask(proxy.url, "a")).status)
+            before_count = len(healthy.calls)
+            if not broken.calls:
+                proxy.runtime.release("a")
+        assert statuses[-1] == 502
+        assert len(healthy.calls) == before_count
+        assert "a" not in proxy.runtime.scheduler.programs
 
 
 async def test_an_unreadable_answer_is_not_computed_again() -> None:

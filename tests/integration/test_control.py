@@ -446,6 +446,30 @@ async def test_an_engine_that_left_a_resume_unanswered_is_asked(goes_on: bool, m
         assert (await waiting).status == 200
 
 
+async def test_what_an_engine_said_before_the_next_call_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was asked because a pause was not answered, and resumed while it was about to answer."""
+    monkeypatch.setattr("thunderagent.proxy.control.engine_control.ASK_AGAIN_S", 0.02)
+    may_say = asyncio.Event()
+
+    async def engine(call: Call) -> None:
+        if call.target == "/is_paused":
+            await may_say.wait()
+            await answers({"is_paused": True})(call)
+        elif call.target.startswith("/pause"):
+            call.close()
+        else:
+            await answers()(call)
+
+    async with replicas_behind(1) as (proxy, (replica,)):
+        replica.behaviour = engine
+        assert (await post(proxy.url, "/pause?mode=keep")).status == 502
+        await until(lambda: any(call.target == "/is_paused" for call in replica.calls))
+        assert (await post(proxy.url, "/resume")).status == 200
+        may_say.set()
+        await asyncio.sleep(0.1)
+        assert proxy.runtime.replicas.states[id_of(replica)].suspended_for == ()
+
+
 async def test_an_engine_is_asked_for_all_that_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that sleeps and was paused, too, gets no turn because one of the two is over."""
     monkeypatch.setattr("thunderagent.proxy.control.engine_control.ASK_AGAIN_S", 0.02)

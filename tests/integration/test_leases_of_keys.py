@@ -177,6 +177,22 @@ async def test_leases_for_programs_of_one_key_leave_memory_for_others(replica: F
         await proxy.nothing_left()
 
 
+async def test_lease_that_waited_in_line_does_not_join_the_program_that_another_tenant_began(
+    replica: FakeReplica,
+) -> None:
+    async with running_proxy(replica.url, **KEYS, tenant_from_key=True) as proxy:
+        leases = [await claim(proxy.url, f"p{number}", RED) for number in range(2)]
+        waiting = asyncio.create_task(claim(proxy.url, "x", RED))
+        await until_held(proxy.url, 1)
+        leases.append(await claim(proxy.url, "x", BLUE, 10))
+        await ended(proxy.url, leases, ADMIN)
+        await post(proxy.url, "/programs/release", {"program_ids": ["p0", "p1"]}, ADMIN)
+        refused = await waiting
+        assert (refused.status, "belongs to another tenant" in refused.error["message"]) == (403, True)
+        await post(proxy.url, "/programs/release", {"all": True}, ADMIN)
+        await proxy.nothing_left()
+
+
 async def test_known_claim_of_a_program_counts_although_its_lease_names_no_size(replica: FakeReplica) -> None:
     """Two leases for one program count once. The first of a key is let in even if it is larger than the part."""
     async with running_proxy(replica.url, **KEYS) as proxy:

@@ -7,7 +7,9 @@ import math
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from io import BytesIO
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -146,6 +148,22 @@ def test_a_line_stays_one_line_for_every_reader(file: File) -> None:
     assert len(text.splitlines()) == 1
     assert all(each.isprintable() for each in text.rstrip("\n"))
     assert json.loads(text)["why"] == HOSTILE + "é"
+
+
+def test_the_console_drops_what_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk, or a terminal that is gone, ends nobody who logs."""
+    structlog.reset_defaults()
+    try:
+        with Path("/dev/full").open("w", buffering=1) as full:
+            monkeypatch.setattr("sys.stderr", full)
+            configure_logging("info", as_json=False)
+            structlog.get_logger("test").info("line")
+            monkeypatch.undo()
+            with suppress(OSError):
+                full.close()
+        structlog.get_logger("test").info("line")
+    finally:
+        structlog.reset_defaults()
 
 
 def test_the_console_shows_escapes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import re
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 
 from thunderagent.config import ServeConfig
 from thunderagent.errors import ConfigurationError
-from thunderagent.one_machine import serve_with_gateways
+from thunderagent.one_machine import _Gateways, serve_with_gateways
 from thunderagent.scaling import check_gateways, serve_scheduler
 from thunderagent.serving.serving import serve
 
@@ -66,3 +67,22 @@ async def test_a_scheduler_that_stands_by_again_knows_in_which_epoch_it_led(monk
     monkeypatch.setattr("thunderagent.scaling.begin_process", lambda: stop)
     await serve_scheduler(ServeConfig.load(port=0))
     assert lives == [0, 7]
+
+
+async def test_gateway_that_cannot_be_started_again_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without memory or descriptors for a moment, the scheduler and the other gateways go on."""
+    start, starts = asyncio.create_subprocess_exec, list[str]()
+
+    async def create(*command: str, **more: Any) -> asyncio.subprocess.Process:
+        starts.append("asked")
+        if len(starts) == 2:
+            raise BlockingIOError(errno.EAGAIN, "no memory")
+        return await start(*command, **more)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", create)
+    monkeypatch.setattr("thunderagent.one_machine.START_AGAIN_S", 0.0)
+    gateways = _Gateways(("sh", "-c", "echo ready"), {}, 1, 5.0)
+    with pytest.raises(ExceptionGroup) as raised:
+        await gateways.run()
+    assert "ended 6 times" in str(raised.value.exceptions[0])
+    assert len(starts) == 7

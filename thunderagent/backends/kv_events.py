@@ -48,6 +48,9 @@ _log = structlog.get_logger(__name__)
 SLICE_BLOCKS_COUNT = 8_192
 """Blocks of a message that are processed before yielding the event loop; each takes about 1 us."""
 
+OPEN_AGAIN_S = 5.0
+"""Time until a socket is opened again that the system refused."""
+
 MAX_MESSAGE_WALK_BLOCKS = 500_000
 """Blocks that a message may concern without naming them; beyond it the index begins anew."""
 
@@ -160,7 +163,16 @@ class _Followed:
         self._log = _log.bind(replica_id=endpoint.replica_id)
 
     async def receive(self) -> None:
-        """Receive what the engine publishes, until cancelled."""
+        """Receive what the engine publishes, until cancelled; anew after a while if no socket can be opened."""
+        while True:
+            try:
+                await self._receive()
+            except zmq.ZMQError as error:
+                self._log.warning("kv_events_not_followed", why=str(error))
+                self._is_same_engine = False
+                await asyncio.sleep(OPEN_AGAIN_S)
+
+    async def _receive(self) -> None:
         with (
             self._connected(zmq.SUB, self._endpoint.address) as socket,
             socket.get_monitor_socket(zmq.EVENT_DISCONNECTED) as losses,

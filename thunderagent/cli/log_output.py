@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import suppress
 from io import StringIO
 from typing import Any, TextIO
 
@@ -36,10 +37,27 @@ def configure_logging(level: str, *, as_json: bool) -> None:
             without_controls,
             structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain_traceback),
         ]
-        factory = structlog.WriteLoggerFactory(file=sys.stderr)
+        factory = structlog.WriteLoggerFactory(file=_NeverFails(sys.stderr))  # type: ignore[arg-type]
     structlog.configure(
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(min_level),
         logger_factory=factory,
         cache_logger_on_first_use=True,
     )
+
+
+class _NeverFails:
+    """A text stream whose lines are dropped while they cannot be written: a log ends nothing."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> None:
+        """Write a text, or drop it."""
+        with suppress(OSError, ValueError):
+            self._file.write(text)
+
+    def flush(self) -> None:
+        """Flush what was written, or drop it."""
+        with suppress(OSError, ValueError):
+            self._file.flush()

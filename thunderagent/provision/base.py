@@ -73,13 +73,16 @@ def free_port() -> int:
     Raises `ProvisionError` if none can be bound.
     """
     given = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    first, last = map(int, given.read_text().split()) if given.exists() else (32768, 60999)
-    port: int
-    outside = [*range(10_000, first), *range(last + 1, 65_536)] or range(10_000, 65_536)
-    for port in random.SystemRandom().sample(outside, min(TRIED_PORTS_COUNT, len(outside))):
-        with socket.socket() as probe, suppress(OSError):  # it is taken
-            probe.bind(("127.0.0.1", port))
-            return port
+    try:
+        first, last = map(int, given.read_text().split()) if given.exists() else (32768, 60999)
+        port: int
+        outside = [*range(10_000, first), *range(last + 1, 65_536)] or range(10_000, 65_536)
+        for port in random.SystemRandom().sample(outside, min(TRIED_PORTS_COUNT, len(outside))):
+            with socket.socket() as probe, suppress(OSError):  # it is taken
+                probe.bind(("127.0.0.1", port))
+                return port
+    except OSError as error:  # this process may open nothing more
+        raise ProvisionError(f"no port of this machine can be tried: {error.strerror}") from error
     raise ProvisionError("no port of this machine can be bound, of many that were tried")
 
 

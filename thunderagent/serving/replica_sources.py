@@ -197,8 +197,14 @@ class KvFinder:
             self._events.remove(replica_id)
             self._found.pop(replica_id, None)
             if found is not None:
+                try:
+                    self._events.add(self._endpoint_of(replica_id, *found))
+                except ConfigurationError as error:  # no socket can be opened
+                    log.warning("kv_events_not_followed", replica_id=replica_id, at=found.address, why=error.message)
+                    self._to_ask[replica_id] = None
+                    self._news.set()
+                    return
                 self._found[replica_id] = found
-                self._events.add(self._endpoint_of(replica_id, *found))
         address = found.address if found is not None else ""
         log.info("kv_events_found" if found is not None else "kv_events_not_found", replica_id=replica_id, at=address)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import resource
 import subprocess
 import sys
@@ -196,6 +197,24 @@ async def test_stored_and_removed_blocks_are_reported(engine: Engine) -> None:
         await recorder.until(p=3, q=0)
         assert recorder.reports[-1] == ("r", {"q": 0})
     assert engine.asked_from == []
+
+
+async def test_without_a_socket_for_a_moment_it_follows_later(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would end the proxy otherwise."""
+    connected, refusals = kv_events._Followed._connected, list[str]()
+
+    def refuse(followed: Any, kind: int, address: str) -> zmq.asyncio.Socket:
+        if not refusals:
+            refusals.append(address)
+            raise zmq.ZMQError(errno.EMFILE)
+        return connected(followed, kind, address)
+
+    monkeypatch.setattr(kv_events._Followed, "_connected", refuse)
+    monkeypatch.setattr(kv_events, "OPEN_AGAIN_S", 0.0)
+    async with following(engine, replays=False) as recorder:
+        assert refusals == [engine.address]
+        await engine.publish(stored(1, 2))
+        await recorder.until(p=2)
 
 
 async def test_replicas_come_and_go_while_it_runs(engine: Engine) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
+import socket
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, ParamSpec
 
@@ -16,7 +18,7 @@ from thunderagent.errors import OperationRefusedError, ProvisionError, Provision
 from thunderagent.programs.messages import EndReplica, Provision, ProvisionAsked, Reason, ReplicaRemoved
 from thunderagent.programs.policies.baselines.cap import Cap
 from thunderagent.programs.scheduler import Scheduler
-from thunderagent.provision.base import Launched, ReplicaGoneError
+from thunderagent.provision.base import Launched, ReplicaGoneError, free_port
 from thunderagent.provision.manager import Provisioning, ProvisionSettings
 from thunderagent.proxy.fleet.discovery import Discovery, DiscoverySettings
 from thunderagent.proxy.fleet.replicas import Replicas
@@ -261,3 +263,14 @@ async def test_the_provisioning_of_a_proxy_knows_whether_it_stands_by() -> None:
     with pytest.raises(OperationRefusedError, match="stands by"):
         provisioning.check_start()
     await runtime.close()
+
+
+def test_free_port_says_so_if_this_process_may_open_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any other error would end the proxy, which asks for replicas when it has the most connections."""
+
+    def refuse() -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    with pytest.raises(ProvisionError, match="too many open files"):
+        free_port()

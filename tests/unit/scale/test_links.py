@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import aiohttp
+import msgspec
+import pytest
 import structlog.testing
 from aiohttp import WSMsgType, web
 from aiohttp.test_utils import TestServer
@@ -237,6 +239,42 @@ async def test_a_gateway_that_can_say_nothing_by_a_link_ends_it() -> None:
             task.cancel()
             await asyncio.wait([task])
     assert "link_sender_failed" in [each["event"] for each in logs]
+
+
+class GateForAll:
+    """In place of `GivesWay`: everybody waits in it until it is opened."""
+
+    def __init__(self) -> None:
+        self.waiting_count = 0
+        self.opened = asyncio.Event()
+
+    async def __aenter__(self) -> None:
+        self.waiting_count += 1
+        await self.opened.wait()
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+
+async def test_what_came_by_a_link_that_was_replaced_is_not_taken_for_the_next_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Many gateways report at once, so frames wait; the numbers of a new link begin anew."""
+    cell, gate, peers = Cell(), GateForAll(), list[Peer]()
+    cell.up()
+    monkeypatch.setattr(cell.links, "_gives_way", gate)
+    async with served(cell) as (server, http), asyncio.timeout(5):
+        for number, program_id in enumerate(("before", "after"), 1):
+            peer = Peer(await http.ws_connect(server.make_url(messages.PATH)))
+            peers.append(peer)  # its connection stays open
+            await peer.says(Hello("g", 1, number, 3, 5))
+            lease = msgspec.structs.replace(LEASE, program_id=program_id)
+            await peer.says(Turns(running=(Running(TurnAsk(turn_id=1, program_id=program_id), lease),)))
+            while gate.waiting_count < number:
+                await asyncio.sleep(0)
+        gate.opened.set()
+        while not cell.events:
+            await asyncio.sleep(0)
+        assert list(cell.runtime.pools.programs) == ["after"]
 
 
 async def test_the_first_turns_are_granted_before_the_last_one_that_waited_is_looked_at() -> None:

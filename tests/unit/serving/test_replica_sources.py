@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -131,10 +132,20 @@ async def test_kv_events_are_found_where_engines_say(monkeypatch: pytest.MonkeyP
         counts = Counter(name for name, _ in sources.asked)
         assert (counts["old"], counts["off"], counts["a/0"]) == (1, 1, 1)
         assert counts["silent"] > 1
+        add, refusals = finder._events.add, list[str]()
+
+        def refuse(each: Any) -> None:
+            if not refusals:
+                refusals.append(each.replica_id)
+                raise ConfigurationError("no socket can be opened")
+            add(each)
+
+        monkeypatch.setattr(finder._events, "add", refuse)
         sources.answers["silent"] = (200, json.dumps({"0": source("tcp://0.0.0.0:7000")}).encode())
         async with asyncio.timeout(5):
             while "silent" not in finder._events._endpoints:
                 await asyncio.sleep(0.01)
+        assert refusals == ["silent"]
         sources.answers["a/0"] = (200, json.dumps({"0": source("tcp://*:6000")}).encode())
         runtime.replica_down("a/0")
         runtime.replica_up("a/0", 1000)

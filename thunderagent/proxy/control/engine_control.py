@@ -405,8 +405,9 @@ class EngineControl:
             state = runtime.replicas.get(engine[0])
             if state is None or doubt not in state.suspended_for:
                 return  # a later call, or a restart, was faster
+            told = self._told(engine)
             said = [await self._holds(engine[0], cause) for cause in causes] if state.is_up else [(0, None)]
-            if not all(status for status, _ in said):
+            if not all(status for status, _ in said) or self._told(engine) != told:  # it was told something meanwhile
                 as_before_count = 0
                 continue
             holds = [if_it_cannot_say if each is None else each for _, each in said]
@@ -422,6 +423,10 @@ class EngineControl:
             for cause, it_holds in zip(causes, holds, strict=True):
                 (self._leave if it_holds else self._end)(replica_id, cause)
             runtime.continue_grants(UNANSWERED, replica_id)
+
+    def _told(self, engine: Sequence[str]) -> list[int]:
+        """Return how often each replica of an engine was told something."""
+        return [self._replicas.known[each].told_count for each in engine if each in self._replicas.known]
 
     async def _holds(self, replica_id: str, cause: str) -> tuple[int, bool | None]:
         """Return the status with which an engine answers whether a cause holds, 0 if it does not, and what it says."""

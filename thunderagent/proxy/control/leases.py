@@ -246,6 +246,7 @@ class Leases:
                 else:
                     tokens = max(prompt_tokens, self._leases.claim_tokens(program_id))
                     waited_s = await self._claim_in_line(claim, tokens, patience_s, while_held)
+            self._tenancy.check(program_id)  # another tenant may have begun it during the waits
             ask = TurnAsk(
                 turn_id=self._leases.new_turn_id(),
                 program_id=program_id,

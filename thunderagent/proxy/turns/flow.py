@@ -362,7 +362,8 @@ class Turns:
             except ReplicaError as error:
                 lives, now_s = self._lives(record), self._leases.now_s()
                 forwarding.failed(lease, error)
-                if not lives or not await forwarding.may_retry(record, error, now_s, give_up_s - now_s):
+                may_retry = lives and await forwarding.may_retry(record, error, now_s, give_up_s - now_s)
+                if not may_retry or not self._lives(record):  # it may be released during the wait
                     raise error  # noqa: TRY201 - as above
                 return error.replica_id
             try:

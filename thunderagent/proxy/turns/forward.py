@@ -208,7 +208,7 @@ class Forwarding:
         try:
             answer = await self._client.read(lease.replica_id, upstream)
         except BaseException:
-            upstream.close()
+            self.unsent(record, lease, upstream)
             raise
         if not priorities.is_refusal(answer):
             return upstream

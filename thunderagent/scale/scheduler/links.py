@@ -228,6 +228,8 @@ class Links:
                     self._take(gateway, frame)
                     continue
                 async with self._gives_way:  # all gateways of a cell report their turns at once
+                    if self._links.get(gateway.gateway_id) is not link:
+                        break  # its numbers are those of another link by now
                     self._take(gateway, frame)
         except BadFrameError as error:
             log.warning("link_given_up", gateway_id=gateway.gateway_id, why=error.message)

@@ -214,13 +214,15 @@ class KeysFile:
     async def _store_revoked(self) -> None:
         """Take revoked keys out of the file. Raises `ConfigurationError`."""
         entries = await asyncio.to_thread(read_keys, self.path)
+        stored = [*self._revoked]  # others may be revoked while this is written
         rest = [entry for entry in entries if not self._is_revoked(entry.key())]
         if len(rest) < len(entries):
             try:
                 await asyncio.to_thread(write_keys, self.path, rest)
             except OSError as error:
                 raise ConfigurationError(f"keys_file: cannot write {self.path}: {error.strerror}") from error
-        self._revoked.clear()
+        for digest in stored:
+            self._revoked.pop(digest, None)
         await self._read()
 
     def _is_revoked(self, key: Key) -> bool:

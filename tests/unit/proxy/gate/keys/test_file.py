@@ -7,9 +7,10 @@ import json
 import os
 import resource
 import stat
+import threading
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from pydantic import ValidationError
@@ -17,7 +18,7 @@ from structlog.testing import capture_logs
 
 from thunderagent.errors import ConfigurationError, KeyExistsError, NotFoundError
 from thunderagent.proxy.gate.keys import KeyLimits, Keyring, mint_key
-from thunderagent.proxy.gate.keys.file import KeyLimitsEntry, KeysFile, add_key, expires_of, read_keys
+from thunderagent.proxy.gate.keys.file import KeyLimitsEntry, KeysFile, add_key, expires_of, read_keys, write_keys
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -226,6 +227,32 @@ async def test_a_change_is_made_to_its_end_though_its_caller_leaves(tmp_path: Pa
         writer.write(content)
     await removing
     assert [entry.name for entry in read_keys(path)] == [key.name for key in keyring.filed] == ["new"]
+
+
+async def test_key_revoked_while_another_is_written_stays_revoked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "keys.json"
+    for name in ("a", "b"):
+        add_key(path, name, admin=False, expires=None, limits=NONE)
+    keyring = Keyring(has_file=True)
+    file = KeysFile(path, keyring)
+    writes, may_write = threading.Event(), threading.Event()
+
+    def write(*given: Any) -> None:
+        writes.set()
+        may_write.wait(30)
+        write_keys(*given)
+
+    monkeypatch.setattr("thunderagent.proxy.gate.keys.file.write_keys", write)
+    first = asyncio.create_task(file.remove("a"))
+    while not writes.is_set():
+        await asyncio.sleep(0)
+    second = asyncio.create_task(file.remove("b"))
+    await asyncio.sleep(0)
+    may_write.set()
+    assert (await first, await second) == ("", "")
+    assert read_keys(path) == list(keyring.filed) == []
 
 
 def _opened_for_writing(pipe: Path) -> int | None:
