@@ -6,18 +6,21 @@
     scripts/bench plugin --claims --first-seed 100           # all that is claimed, beside its bars
     scripts/bench plugin --claims plugin --first-seed 100    # of one arm
     scripts/bench plugin --steps                             # what a step of the scheduler costs
+    scripts/bench plugin --fit                               # the costs of the virtual clock, from a real engine
     scripts/bench plugin --figure mars --seeds 1             # MARS, Fig. 7 and 10, on vLLM's scheduler
     scripts/bench plugin --figure mars-default --seeds 1     # the default policy beside it, on vLLM's own scheduler
     scripts/bench plugin --figure mars-ablations --seeds 1   # Fig. 13
 
-Each pair runs the same load, by seed, in the same process. The package's `tests/harness.py` says what a step takes. The
-model never runs, so nothing depends on the machine, except the cost of a step. A claim is judged by the bad end of the
-95 % interval of its ratios, in pairs; choose settings on other seeds than those that are reported.
+Each pair runs the same load, by seed, in the same process. The package's `tests/harness.py` says what an iteration
+takes, fitted to a real engine's. The model never runs, so nothing depends on the machine, except the cost of a step. A
+claim is judged by the bad end of the 95 % interval of its ratios, in pairs; choose settings on other seeds than those
+that are reported.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import subprocess
@@ -26,12 +29,15 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.engine_kinds import KINDS
+from benchmarks.load import EndSignal, LoadSpec, run_load
 from benchmarks.machine import describe_code, save_results
 from benchmarks.mars import MARS, MARS_ON_STOCK, REGIMES
 from benchmarks.mars_figures import DEFAULT, WITHOUT_CONTROL, WITHOUT_COORDINATOR, WITHOUT_COSCHEDULER, Task, run_one
+from benchmarks.peer_arms import Setup, engines, plugin_settings
 from benchmarks.real_engine import ensure_model
 from thunderagent.simulator.figures.intervals import geometric
 
@@ -171,6 +177,35 @@ def measure_steps(name: str) -> None:
     save_results(name, {"running": 64, "loads": check["found"]})
 
 
+async def _steps_of(mode: str, file: Path, seconds: float) -> None:
+    """Run the standard load on a real engine that writes its iterations."""
+    settings = plugin_settings()
+    settings["extra_args"] = (
+        *("--scheduler-cls", "steps.Scheduler"),
+        *("--additional-config", json.dumps({"thunderagent": {"mode": mode}})),
+    )
+    variables = dict(settings["extra_variables"])
+    variables["PYTHONPATH"] = os.pathsep.join([str(TESTS), variables["PYTHONPATH"]])
+    settings["extra_variables"] = (*variables.items(), ("STEPS_FILE", str(file)))
+    spec = LoadSpec(programs=16, stream=False, program_header="X-Session-ID", end_signal=EndSignal.NONE)
+    async with engines(Setup("vllm", 1, 16_000, engine_core=1), **settings) as urls:
+        await run_load(spec, urls[0], is_proxy=False, warmup_s=0.0, measure_s=seconds)
+
+
+def fit_costs(seconds: float, name: str) -> None:
+    """Fit the harness's costs to iterations of a real engine, half of them with the plugin, and store them."""
+    describe_code()
+    os.sched_setaffinity(0, {0})
+    with TemporaryDirectory() as folder:
+        files = [Path(folder) / mode for mode in ("off", "on")]
+        for file in files:
+            asyncio.run(_steps_of(file.name, file, seconds))
+        script = f"import runpy; runpy.run_path({str(TESTS / 'steps.py')!r}, run_name='__main__')"
+        (found,) = in_vllm(script, *map(str, files))
+    print(json.dumps(found, indent=1))
+    save_results(name, {"seconds": seconds, **found})
+
+
 # --- MARS -----------------------------------------------------------------------------------------
 
 MARS_LOAD = 1.5
@@ -260,10 +295,12 @@ def main() -> None:
     add("--settings", type=json.loads, default={}, help="JSON: settings of the plugin in each arm that has it")
     add("--claims", nargs="?", const="", metavar="ARMS", help="check the claims of these arms, or all; stores results")
     add("--steps", action="store_true", help="measure what a step costs; stores results")
+    add("--fit", action="store_true", help="fit the virtual clock's costs to a real engine; stores results")
+    add("--seconds", type=float, default=100.0, help="of each of its two runs")
     add("--figure", choices=FIGURES, help="make a paper's figures on vLLM's scheduler; stores results")
     add("--mars-programs", type=int, default=200, help="programs of a run of --figure mars")
     add("--mars-only", metavar="GPU:ARM,...", help="of --figure: some of its runs, as h100:mars,h100:infercept")
-    add("--name", help="of the result file of --claims, --steps or --figure")
+    add("--name", help="of the result file of --claims, --steps, --fit or --figure")
     add("--out", type=Path, help="write every run here, as JSON")
     arguments = parser.parse_args()
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
@@ -273,6 +310,9 @@ def main() -> None:
         return
     if arguments.steps:
         measure_steps(arguments.name or "plugin-steps")
+        return
+    if arguments.fit:
+        fit_costs(arguments.seconds, arguments.name or "plugin-costs")
         return
     if arguments.figure is not None:
         only = arguments.mars_only.split(",") if arguments.mars_only else None

@@ -1,8 +1,8 @@
 """vLLM's real scheduler, cache manager and block pool under a virtual clock, without a model; run in vLLM's environment.
 
-A step takes `BASE_S + PROMPT_S * prompt tokens + GENERATED_S * generating requests` of virtual time; each generated token
-is a function of its request and place, so the same request always gets the same tokens. Figures have no noise: they depend on
-the seed alone, not on the machine.
+A step takes as long as a real engine's, by what it computes (`COSTS_S`); each generated token is a function of its
+request and place, so the same request always gets the same tokens. Figures have no noise: they depend on the seed
+alone, not on the machine.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
 
+from steps import work_of
 from thunderagent_vllm.scheduler import programs_class
 from thunderagent_vllm.settings import read_settings
 from vllm.engine.arg_utils import EngineArgs
@@ -35,8 +37,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-BASE_S, PROMPT_S, GENERATED_S = 0.012, 0.00065, 0.003
-"""Fitted by eye to the small model on one core: 16 programs thrash as on the real engine."""
+COSTS_S = (0.035, 0.00037, 9.0e-8, 1.94e-6)
+"""Of the work of an iteration, as in `steps.COSTS`: `scripts/bench plugin --fit` on the small model on one core."""
 
 HASH = get_hash_fn_by_name("sha256")
 init_none_hash(HASH)
@@ -173,9 +175,8 @@ class Engine:
         self.preemption_count += len(output.preempted_req_ids or ())
         if output.total_num_scheduled_tokens:
             generating = sum(1 for tokens in output.num_scheduled_tokens.values() if tokens == 1)
-            prompts = output.total_num_scheduled_tokens - generating
-            self.now_s += BASE_S + PROMPT_S * prompts + GENERATED_S * generating
-            self.computed_tokens += prompts
+            self.now_s += sum(map(mul, COSTS_S, work_of(output.num_scheduled_tokens, scheduler.requests)))
+            self.computed_tokens += output.total_num_scheduled_tokens - generating
             self.generated_tokens += generating
             self.step_count += 1
         else:
