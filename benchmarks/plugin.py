@@ -58,11 +58,13 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
     "both-strangers": {"proxy": {}, "plugin": {}, "strangers_s": 4.0},
     "proxy-mars": {"proxy": {"policy": "mars"}},
     "both-mars": {"proxy": {"policy": "mars"}, "plugin": {"preset": "mars"}},
+    **{f"cap-{n}": {"proxy": {"policy": "cap", "n": n}} for n in (5, 6, 7)},
 }
 """`told`: the agents' ends are told to the engine. `proxy`: this proxy's scheduler is in front; `both`: and the plugin.
 
 `high`: it pauses above 1.1 of the memory. `115`: the engine tells 15 % more memory than it has. `strangers`: others
-send it a turn every 4 s. `mars`: the policy of that name, and the plugin's preset.
+send it a turn every 4 s. `mars`: the policy of that name, and the plugin's preset. `cap`: a fixed number of programs at
+a time, each to its end, which no client would choose who is not told what fits: a bound for the others.
 """
 
 
@@ -300,8 +302,7 @@ def main() -> None:
     add("--figure", choices=FIGURES, help="make a paper's figures on vLLM's scheduler; stores results")
     add("--mars-programs", type=int, default=200, help="programs of a run of --figure mars")
     add("--mars-only", metavar="GPU:ARM,...", help="of --figure: some of its runs, as h100:mars,h100:infercept")
-    add("--name", help="of the result file of --claims, --steps, --fit or --figure")
-    add("--out", type=Path, help="write every run here, as JSON")
+    add("--name", help="of the result file; a table alone is stored only if it has a name")
     arguments = parser.parse_args()
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     if arguments.claims is not None:
@@ -329,10 +330,11 @@ def main() -> None:
             if "plugin" in arm
         }
         arms |= added
+    describe_code()
     jobs = [(seed, count, name, arm) for seed in seeds for count in counts for name, arm in arms.items()]
     runs = list(do_jobs(jobs))
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(runs, indent=1) + "\n")
+    if arguments.name:
+        save_results(arguments.name, {"seeds": list(seeds), "runs": runs})
     print_table(runs, counts, names[0])
 
 
