@@ -58,13 +58,19 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
     "both-strangers": {"proxy": {}, "plugin": {}, "strangers_s": 4.0},
     "proxy-mars": {"proxy": {"policy": "mars"}},
     "both-mars": {"proxy": {"policy": "mars"}, "plugin": {"preset": "mars"}},
+    "proxy-believes": {"proxy": {"policy": "thunderagent", "told_ratio": 1.15}},
+    "both-believes": {"proxy": {"policy": "thunderagent", "told_ratio": 1.15}, "plugin": {}},
     **{f"cap-{n}": {"proxy": {"policy": "cap", "n": n}} for n in (5, 6, 7)},
+    "both-cap": {"proxy": {"policy": "cap", "n": 6}, "plugin": {}},
+    "cap-strangers": {"proxy": {"policy": "cap", "n": 6}, "strangers_s": 4.0},
+    "both-cap-strangers": {"proxy": {"policy": "cap", "n": 6}, "plugin": {}, "strangers_s": 4.0},
 }
 """`told`: the agents' ends are told to the engine. `proxy`: this proxy's scheduler is in front; `both`: and the plugin.
 
 `high`: it pauses above 1.1 of the memory. `115`: the engine tells 15 % more memory than it has. `strangers`: others
-send it a turn every 4 s. `mars`: the policy of that name, and the plugin's preset. `cap`: a fixed number of programs at
-a time, each to its end, which no client would choose who is not told what fits: a bound for the others.
+send it a turn every 4 s. `mars`: the policy of that name, and the plugin's preset. `believes`: as
+`115`, with a policy that does not correct what it is told. `cap`: a fixed number of programs at a time, each to its
+end; 6 is the best here.
 """
 
 
@@ -109,8 +115,12 @@ CLAIMS = (
     Claim("plugin", "stock", (1, 2, 4), 0.98),
     Claim("plugin", "stock", (1, 2, 4, 8, 16, 32), 1.5, "turn_p99_s", is_most=True),
     Claim("both", "proxy", (16, 32), 0.98),
+    Claim("both-cap", "cap-6", (16, 32), 0.98),
     Claim("both-115", "proxy-115", (16, 32), 1.2),
+    Claim("both-believes", "proxy-believes", (16, 32), 1.2),
     Claim("both-strangers", "proxy-strangers", (16, 32), 1.05),
+    Claim("both-cap-strangers", "cap-strangers", (16, 32), 1.05),
+    Claim("both-cap", "proxy", (16, 32), 1.05),
     Claim("both-high", "proxy", (16, 32), 1.05),
     Claim("both-high", "proxy", (16, 32), 1 / 1.15, "program_mean_s", is_most=True),
 )

@@ -302,7 +302,7 @@ def run_load(
     engine: Engine,
     count: int,
     seed: int,
-    seconds: float = 200.0,
+    seconds: float = 800.0,
     warmup: float = 20.0,
     front: Front | None = None,
     strangers_s: float = 0.0,

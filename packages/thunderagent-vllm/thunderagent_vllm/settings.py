@@ -35,7 +35,7 @@ class Settings:
     """Seconds without service that are worth a level."""
     starve_s: float = 120.0
     """A request that waited this long goes first, and may take anybody's pin."""
-    starve_rounds: float = 2.0
+    starve_rounds: float = 2.25
     """The same after as many rounds: one is the time in which each program that is here gets a turn. 0: not."""
     room_turns: float = 2.0
     """A program that begins leaves room for as many turns of those that are here. 0: none."""
