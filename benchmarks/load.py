@@ -290,6 +290,8 @@ async def strangers(spec: LoadSpec, base_url: str, every_s: float) -> AsyncItera
         finally:
             coming.cancel()
             await asyncio.wait([coming])
+        if not coming.cancelled():
+            coming.result()  # it ended by an error
 
 
 @contextlib.asynccontextmanager

@@ -282,6 +282,8 @@ async def _closed(run: Run, load: Load, spec: LoadSpec, target: Target, settings
         return replace(run, figures={**measured, **(watch.figures() if watch else {})})
     async with _watching(target, warmup_s) as watch, contextlib.AsyncExitStack() as stack:
         if load.strangers_s:
+            if not target.engine_urls:
+                raise RealEngineError(f"strangers cannot reach the engines of {run.arm}")
             await stack.enter_async_context(strangers(spec, target.engine_urls, load.strangers_s))
         result = await run_load(spec, target.url, is_proxy=True, warmup_s=warmup_s, measure_s=measure_s)
         done = await _finish(run, result, target, watch)

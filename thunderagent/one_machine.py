@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 import sys
@@ -28,7 +29,9 @@ RESTARTS_COUNT, RESTARTS_WITHIN_S = 5, 60.0
 """Gateways that end are restarted, in total this often within that time; then everything ends."""
 
 START_AGAIN_S = 2.0
-"""Time until a gateway that the system could not start is started again."""
+"""Time until a gateway that the system could not start again is tried once more, while others serve."""
+
+_SHORTAGES = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
 
 async def serve_with_gateways(config: ServeConfig, options: Sequence[str], *, announcer: Announcer | None) -> None:
@@ -114,8 +117,8 @@ class _Gateways:
                 process = await asyncio.create_subprocess_exec(
                     *self._command, stdin=PIPE, stdout=PIPE, env=self._environment, start_new_session=True
                 )
-            except OSError as error:  # no memory, or no descriptors: the others go on
-                if is_first:
+            except OSError as error:
+                if is_first or error.errno not in _SHORTAGES:
                     raise
                 log.error("gateway_not_started", number=number, why=str(error))  # noqa: TRY400 - no bug, so no trace
                 await asyncio.sleep(START_AGAIN_S)

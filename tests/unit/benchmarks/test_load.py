@@ -202,10 +202,12 @@ async def test_strangers_come_of_no_program_with_one_turn_each_and_leave_with_th
     async with serving(engine) as url:
         async with strangers(QUICK, url, 0.005):
             await run_programs(QUICK, url, 2, is_proxy=True)
-            while len(engine.bodies.get("nobody", ())) < 3:
-                await asyncio.sleep(0.001)
+            async with asyncio.timeout(10):
+                while len(engine.bodies.get("nobody", ())) < 3:
+                    await asyncio.sleep(0.001)
+        await asyncio.sleep(0.1)  # who was on the way arrives
         count = len(engine.bodies["nobody"])
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.05)
         assert len(engine.bodies["nobody"]) == count
     prompts = [body["messages"][-1]["content"].split() for body in engine.bodies["nobody"]]
     assert all(400 <= len(words) <= 1200 for words in prompts)

@@ -207,8 +207,9 @@ class Forwarding:
             return upstream
         try:
             answer = await self._client.read(lease.replica_id, upstream)
-        except BaseException:
-            self.unsent(record, lease, upstream)
+        except BaseException as error:
+            upstream.close()
+            self._replicas.breakers.lost(lease.replica_id, error, record.probe)
             raise
         if not priorities.is_refusal(answer):
             return upstream
