@@ -153,6 +153,11 @@ def in_vllm(script: str, *arguments: str) -> Iterator[dict[str, Any]]:
         raise subprocess.CalledProcessError(process.returncode, command[:1])
 
 
+def running(name: str) -> str:
+    """Return a script that runs a file of the package's tests."""
+    return f"import runpy; runpy.run_path({str(TESTS / name)!r}, run_name='__main__')"
+
+
 def do_jobs(jobs: Sequence[Job]) -> Iterator[dict[str, Any]]:
     """Do the runs; yield each as it ends."""
     model = ensure_model(256, 4, max_model_len=8192)
@@ -182,7 +187,7 @@ def check_claims(claims: Sequence[Claim], seeds: range, name: str) -> None:
 def measure_steps(name: str) -> None:
     """Measure what a step costs beside vLLM's own scheduler, and store it: a figure of this machine."""
     describe_code()
-    script = f"import runpy; runpy.run_path({str(TESTS / 'in_vllm.py')!r}, run_name='__main__')"
+    script = running("in_vllm.py")
     (check,) = in_vllm(script, str(ensure_model(256, 4, max_model_len=8192)), "step_cost")
     for load, each in check["found"].items():
         print(f"{load:>10} {each['ratio']:.3f} ({each['low']:.3f}, {each['high']:.3f}), stock {each['stock_us']} us")
@@ -205,14 +210,14 @@ async def _steps_of(mode: str, file: Path, seconds: float) -> None:
 
 
 def fit_costs(seconds: float, name: str) -> None:
-    """Fit the harness's costs to iterations of a real engine, half of them with the plugin, and store them."""
+    """Fit the harness's costs to iterations of a real engine in two runs, one with the plugin, and store them."""
     describe_code()
     os.sched_setaffinity(0, {0})
     with TemporaryDirectory() as folder:
         files = [Path(folder) / mode for mode in ("off", "on")]
         for file in files:
             asyncio.run(_steps_of(file.name, file, seconds))
-        script = f"import runpy; runpy.run_path({str(TESTS / 'steps.py')!r}, run_name='__main__')"
+        script = running("steps.py")
         (found,) = in_vllm(script, *map(str, files))
     print(json.dumps(found, indent=1))
     save_results(name, {"seconds": seconds, **found})
@@ -262,7 +267,7 @@ def make_mars(figure: str, seeds: range, programs_count: int, name: str, only: C
     runs = mars_runs(figure, seeds, programs_count, only)
     model = ensure_model(256, 4, max_model_len=8192)
     site = sysconfig.get_path("purelib")
-    script = f"import runpy, sys; runpy.run_path({str(TESTS / 'mars.py')!r}, run_name='__main__')"
+    script = running("mars.py")
     found = []
     for run, figures in zip(runs, in_vllm(script, str(model), json.dumps(runs), site), strict=True):
         found.append({"vllm": figures, "simulated": simulated(run)})

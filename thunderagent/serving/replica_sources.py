@@ -164,7 +164,10 @@ class KvFinder:
 
     def _came_up(self, event: Event, decisions: Sequence[Decision]) -> None:  # noqa: ARG002 - an observer's signature
         assert isinstance(event, ReplicaUp)
-        self._to_ask[event.replica_id] = None
+        self._ask_soon(event.replica_id)
+
+    def _ask_soon(self, replica_id: str) -> None:
+        self._to_ask[replica_id] = None
         self._news.set()
 
     async def run(self) -> None:
@@ -187,8 +190,7 @@ class KvFinder:
         if self._replicas.get(replica_id) is not replica:
             return  # it was removed meanwhile
         if not status:
-            self._to_ask[replica_id] = None
-            self._news.set()
+            self._ask_soon(replica_id)
             return
         found = None
         if status == HTTPStatus.OK:
@@ -201,8 +203,7 @@ class KvFinder:
                     self._events.add(self._endpoint_of(replica_id, *found))
                 except ConfigurationError as error:  # no socket can be opened
                     log.warning("kv_events_not_followed", replica_id=replica_id, at=found.address, why=error.message)
-                    self._to_ask[replica_id] = None
-                    self._news.set()
+                    self._ask_soon(replica_id)
                     return
                 self._found[replica_id] = found
         address = found.address if found is not None else ""
