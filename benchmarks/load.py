@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable
+    from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 ANSWER_OK = 200
 CONNECTION_BROKE = 0  # in place of an HTTP status
@@ -82,8 +82,9 @@ class ProgramPlan:
 
     index: int
     program_id: str
-    system_prompt: str
+    system_prompt: str  # empty: it has none
     turns: tuple[TurnPlan, ...]
+    arrival_s: float = 0.0  # `run_plans` begins it so long after the run's begin
 
 
 HELD_S = 0.01
@@ -267,6 +268,26 @@ async def run_programs(
         return run.result(0.0, run.now_s())
 
 
+async def run_plans(
+    spec: LoadSpec, base_url: str, plans: Sequence[ProgramPlan], *, is_proxy: bool, tool_cores_count: int
+) -> LoadResult:
+    """Begin each program when its plan says, whatever the others do, and run it to its end; the window is all of it.
+
+    Of all tools `tool_cores_count` run at a time, first come, first served. The shape of the spec is not used.
+    """
+
+    async def come(run: _Run, plan: ProgramPlan) -> None:
+        await asyncio.sleep(plan.arrival_s)
+        await run.run_program(plan)
+
+    async with _open_run(spec, base_url, is_proxy, None) as run:
+        run.tool_cores = asyncio.Semaphore(tool_cores_count)
+        async with asyncio.TaskGroup() as group:
+            for plan in plans:
+                group.create_task(come(run, plan))
+        return run.result(0.0, run.now_s())
+
+
 STRANGERS_SEEDS_FROM = 1_000_000
 
 
@@ -329,6 +350,8 @@ class _Run:
         self._live_program_ids: set[str] = set()
         self._finished_program_count = 0
         self._release_error_count = 0
+        self.tool_cores: contextlib.AbstractAsyncContextManager[None] = contextlib.nullcontext()
+        """What a tool holds while it runs."""
 
     def now_s(self) -> float:
         """Return the seconds since the run began."""
@@ -364,7 +387,7 @@ class _Run:
     async def run_program(self, plan: ProgramPlan) -> None:
         """Run one program turn by turn; give it up at a turn that no try completes."""
         self._live_program_ids.add(plan.program_id)
-        messages = [{"role": "system", "content": plan.system_prompt}]
+        messages = [{"role": "system", "content": plan.system_prompt}] if plan.system_prompt else []
         for turn_index, turn in enumerate(plan.turns):
             messages.append({"role": "user", "content": turn.prompt})
             record, text = await self._run_turn(plan, turn_index, turn, messages)
@@ -374,7 +397,8 @@ class _Run:
                 break
             messages.append({"role": "assistant", "content": text})
             if turn_index < len(plan.turns) - 1:
-                await asyncio.sleep(turn.tool_s)
+                async with self.tool_cores:
+                    await asyncio.sleep(turn.tool_s)
         else:
             self._finished_program_count += 1
         await self._release(plan.program_id)

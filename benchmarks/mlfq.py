@@ -46,7 +46,7 @@ FRONT_PRIORITY = -(1 << 60)
 """The rank of a preempted request: before all others that wait."""
 
 
-def effective_level(remaining_tokens: int, feedback_level: int, unserved_s: float) -> int:
+def effective_level(remaining_tokens: float, feedback_level: int, unserved_s: float) -> int:
     """Return the level of a running request, promoted by the time since it was last served."""
     level = max(feedback_level, level_of(remaining_tokens))
     return max(0, level - int(unserved_s / PROMOTE_S))
@@ -58,17 +58,24 @@ def quantum_tokens(level: int) -> int:
 
 
 class Mlfq:
-    """The levels of one engine's requests, and the decisions that follow from them."""
+    """The levels of one engine's requests, and the decisions that follow from them.
 
-    def __init__(self) -> None:
+    An engine whose programs have `smaller` times fewer tokens and take `faster` times less time has levels and quanta
+    to match.
+    """
+
+    def __init__(self, smaller: float = 1.0, faster: float = 1.0) -> None:
+        self._smaller = smaller
+        self._faster = faster
         self._feedback_levels: WeakKeyDictionary[EngineSequence, int] = WeakKeyDictionary()
 
     def level(self, sequence: EngineSequence, now_s: float) -> int:
         """Return the level of a running request."""
         if sequence.is_decoding:
             return 0
-        remaining_tokens = sequence.known_tokens - sequence.computed_tokens
-        return effective_level(remaining_tokens, self._feedback_levels.get(sequence, 0), now_s - sequence.served_s)
+        remaining_tokens = (sequence.known_tokens - sequence.computed_tokens) * self._smaller
+        unserved_s = (now_s - sequence.served_s) * self._faster
+        return effective_level(remaining_tokens, self._feedback_levels.get(sequence, 0), unserved_s)
 
     def in_order(self, running: Sequence[EngineSequence], now_s: float) -> Sequence[EngineSequence]:
         """Order by level, then by the time of last service, then by rank."""
@@ -76,7 +83,7 @@ class Mlfq:
 
     def most_tokens(self, sequence: EngineSequence, now_s: float) -> int:
         """Return the quantum of its level."""
-        return quantum_tokens(self.level(sequence, now_s))
+        return max(1, int(quantum_tokens(self.level(sequence, now_s)) / self._smaller))
 
     def victim(self, running: Sequence[EngineSequence], now_s: float) -> EngineSequence:
         """Return a request of the lowest level, then with most blocks, then the newest; generating ones go last."""
@@ -94,6 +101,6 @@ class Mlfq:
         """Lower the request by a level if its quantum was not enough."""
         if sequence.computed_tokens + tokens >= sequence.known_tokens:
             self._feedback_levels.pop(sequence, None)
-        elif tokens >= quantum_tokens(self.level(sequence, end_s)):
+        elif tokens >= self.most_tokens(sequence, end_s):
             self._feedback_levels[sequence] = min(LOWEST_LEVEL, self._feedback_levels.get(sequence, 0) + 1)
         sequence.served_s = end_s

@@ -194,7 +194,7 @@ def measure_steps(name: str) -> None:
     save_results(name, {"running": 64, "loads": check["found"]})
 
 
-async def _steps_of(mode: str, file: Path, seconds: float) -> None:
+async def _steps_of(mode: str, file: Path, seconds: float, engine_core: int) -> None:
     """Run the standard load on a real engine that writes its iterations."""
     settings = plugin_settings()
     settings["extra_args"] = (
@@ -205,18 +205,18 @@ async def _steps_of(mode: str, file: Path, seconds: float) -> None:
     variables["PYTHONPATH"] = os.pathsep.join([str(TESTS), variables["PYTHONPATH"]])
     settings["extra_variables"] = (*variables.items(), ("STEPS_FILE", str(file)))
     spec = LoadSpec(programs=16, stream=False, program_header="X-Session-ID", end_signal=EndSignal.NONE)
-    async with engines(Setup("vllm", 1, 16_000, engine_core=1), **settings) as urls:
+    async with engines(Setup("vllm", 1, 16_000, engine_core=engine_core), **settings) as urls:
         await run_load(spec, urls[0], is_proxy=False, warmup_s=0.0, measure_s=seconds)
 
 
-def fit_costs(seconds: float, name: str) -> None:
+def fit_costs(seconds: float, name: str, engine_core: int, own_core: int) -> None:
     """Fit the harness's costs to iterations of a real engine in two runs, one with the plugin, and store them."""
     describe_code()
-    os.sched_setaffinity(0, {0})
+    os.sched_setaffinity(0, {own_core})
     with TemporaryDirectory() as folder:
         files = [Path(folder) / mode for mode in ("off", "on")]
         for file in files:
-            asyncio.run(_steps_of(file.name, file, seconds))
+            asyncio.run(_steps_of(file.name, file, seconds, engine_core))
         script = running("steps.py")
         (found,) = in_vllm(script, *map(str, files))
     print(json.dumps(found, indent=1))
@@ -314,6 +314,7 @@ def main() -> None:
     add("--steps", action="store_true", help="measure what a step costs; stores results")
     add("--fit", action="store_true", help="fit the virtual clock's costs to a real engine; stores results")
     add("--seconds", type=float, default=100.0, help="of each of its two runs")
+    add("--cores", default="1,0", help="of its engine, and of the rest")
     add("--figure", choices=FIGURES, help="make a paper's figures on vLLM's scheduler; stores results")
     add("--mars-programs", type=int, default=200, help="programs of a run of --figure mars")
     add("--mars-only", metavar="GPU:ARM,...", help="of --figure: some of its runs, as h100:mars,h100:infercept")
@@ -328,7 +329,7 @@ def main() -> None:
         measure_steps(arguments.name or "plugin-steps")
         return
     if arguments.fit:
-        fit_costs(arguments.seconds, arguments.name or "plugin-costs")
+        fit_costs(arguments.seconds, arguments.name or "plugin-costs", *map(int, arguments.cores.split(",")))
         return
     if arguments.figure is not None:
         only = arguments.mars_only.split(",") if arguments.mars_only else None

@@ -17,10 +17,13 @@ from benchmarks.load import (
     EndSignal,
     LoadResult,
     LoadSpec,
+    ProgramPlan,
+    TurnPlan,
     TurnRecord,
     percentile,
     plan_program,
     run_load,
+    run_plans,
     run_programs,
     strangers,
 )
@@ -177,6 +180,21 @@ async def test_running_programs_to_the_end_counts_every_turn(stream: bool) -> No
     planned = {(i, t): turn.output_tokens for i in range(7) for t, turn in enumerate(plan_program(spec, i).turns)}
     assert {(r.program_index, r.turn_index): r.output_tokens for r in result.records} == planned
     assert all((r.first_token_s is not None) == stream for r in result.records)
+
+
+async def test_planned_programs_begin_on_time_and_share_cores_for_their_tools() -> None:
+    """Three programs of two turns whose tools take turns on one core; without a system prompt none is sent."""
+    turns = (TurnPlan("w1", 1, 0.1), TurnPlan("w2", 1, 0.0))
+    plans = [ProgramPlan(index, f"p{index}", "", turns, arrival_s=0.02 * index) for index in range(3)]
+    engine = FakeEngine()
+    async with serving(engine) as url:
+        result = await run_plans(QUICK, url, plans, is_proxy=True, tool_cores_count=1)
+    starts_s = {(each.program_index, each.turn_index): each.start_s for each in result.records}
+    assert [starts_s[index, 0] >= 0.02 * index for index in range(3)] == [True] * 3
+    assert starts_s[1, 1] - starts_s[0, 1] > 0.09
+    assert starts_s[2, 1] - starts_s[1, 1] > 0.09
+    assert result.finished_program_count == engine.released.total() == 3
+    assert {body["messages"][0]["role"] for bodies in engine.bodies.values() for body in bodies} == {"user"}
 
 
 async def test_an_end_is_said_as_the_target_wants_it_or_not_at_all() -> None:
