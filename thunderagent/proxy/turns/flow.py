@@ -301,7 +301,7 @@ class Turns:
         if self._settings.heartbeat_s is not None:
             self._may_beat(exchange, record, self._settings.heartbeat_s)
         deadline_s: float | None = None
-        failed_s = 0.0
+        past_s = 0.0  # counted when a lease was granted, or lost with an attempt
         if record.patience.patience_s is not None or record.observed_s is not None:
             deadline_s = self._deadline_s(record)
         give_up_s = deadline_s if deadline_s is not None else self._leases.now_s() + self._settings.no_replica_limit_s
@@ -322,13 +322,12 @@ class Turns:
                 if record.maker_id not in (None, lease.granted.replica_id):
                     self._warn_of_other_replica(record)
                 granted_s = monotonic()
-                self._metrics.turn_granted(
-                    lease.granted.held_s, granted_s - record.arrived_s - record.held_s - failed_s
-                )
+                added_s = granted_s - record.arrived_s - record.held_s - past_s
+                self._metrics.turn_granted(lease.granted.held_s, added_s)
                 avoid_replica_id = await self._run_once(exchange, record, lease, headers, give_up_s)
                 if avoid_replica_id is None:
                     return
-                failed_s += monotonic() - granted_s
+                past_s += added_s + monotonic() - granted_s
 
     async def _run_once(
         self,

@@ -123,7 +123,7 @@ class TurnMetrics:
         )
         self._added = Histogram(
             "thunderagent_added_latency_seconds",
-            "Time from a turn's arrival to its forwarding, without the hold and failed attempts.",
+            "Time from a turn's arrival, or from a failed attempt's end, to its forwarding, without the hold.",
             ADDED_BUCKETS_S,
             registry,
         )
