@@ -295,7 +295,12 @@ STRANGERS_SEEDS_FROM = 1_000_000
 async def strangers(spec: LoadSpec, base_url: str, every_s: float) -> AsyncIterator[None]:
     """Have others send one turn each `every_s` seconds during the block, of 400 to 1,200 tokens, of no program."""
     seed = spec.seed + STRANGERS_SEEDS_FROM
-    counts = {"turns": (1, 1), "first_prompt_tokens": (400, 1200), "output_tokens": (32, 32), "system_tokens": 0}
+    counts: dict[str, Any] = {
+        "turns": (1, 1),
+        "first_prompt_tokens": (400, 1200),
+        "output_tokens": (32, 32),
+        "system_tokens": 0,
+    }
     single = replace(spec, seed=seed, end_signal=EndSignal.NONE, program_header="X-Stranger", **counts)
 
     async def come(run: _Run) -> None:

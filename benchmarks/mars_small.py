@@ -1,13 +1,15 @@
-"""MARS, Fig. 7 and 13, on a real small engine beside the simulator: `scripts/bench mars_small`.
+"""MARS, Fig. 7, 10 and 13, on a real small engine beside the simulator: `scripts/bench mars_small`.
 
     scripts/bench mars_small --regimes 263k --first-seed 100 --seeds 2
     scripts/bench mars_small --regimes 167k --arms 'mars;fcfs;infercept' --cores 0,1
+    scripts/bench mars_small --gpu h200 --regimes 263k --programs 60
 
 A real vLLM on one core stands for the H100: its pool, contexts and prompts have a twentieth of the tokens, so it reads
-one in about the time that the H100 needs, in half of the time here. Answers have an eighth, since an iteration takes
-longer here; arrivals and tools take half. What the policies and the plugin have in tokens or seconds is scaled alike.
-Programs and their order are those of `mars.py`: each begins when it arrives, at 1.5 times the saturation, and tools
-share 8 cores. Baselines have vLLM's own scheduler, `mars` has the plugin with the paper's preset.
+one in about the time that the H100 needs, in half of the time here. For the H200 only the pool is larger. Answers have
+an eighth, since an iteration takes longer here; arrivals and tools take half. What the policies and the plugin have in
+tokens or seconds is scaled alike. Programs and their order are those of `mars.py`: each begins when it arrives, at 1.5
+times the saturation, and tools share 8 cores. Baselines have vLLM's own scheduler, `mars` has the plugin with the
+paper's preset.
 
 The simulator runs the same plans, with iteration times fitted to an engine of this machine (`scripts/bench plugin
 --fit`; `--costs`). Saturation is programs a second if all arrive at once, under `infercept`, in the simulator.
@@ -30,14 +32,14 @@ from typing import Any, Final
 from benchmarks.environments import cache_dir
 from benchmarks.load import EndSignal, LoadResult, LoadSpec, ProgramPlan, TurnPlan, run_plans
 from benchmarks.machine import RESULTS, describe_code, save_results
-from benchmarks.mars import MARS, MARS_ON_STOCK, TOOL_CORES_COUNT, Mix, figures_of, mix
+from benchmarks.mars import MARS, MARS_ON_STOCK, PROFILES, TOOL_CORES_COUNT, Mix, figures_of, mix
 from benchmarks.mars_figures import DEFAULT, WITHOUT_CONTROL, WITHOUT_COORDINATOR, WITHOUT_COSCHEDULER
 from benchmarks.mlfq import Mlfq
 from benchmarks.peer_arms import Setup, engines, plugin_settings, serve_words
 from benchmarks.processes import thunderagent
 from thunderagent.simulator.comparison.contestants import Contestant
 from thunderagent.simulator.engine.records import EngineConfig
-from thunderagent.simulator.engine.timing import TimingProfile
+from thunderagent.simulator.engine.timing import TimingProfile, profile
 from thunderagent.simulator.figures.figures import nearest_rank
 from thunderagent.simulator.runs.run import simulate
 from thunderagent.simulator.runs.scenario import Scenario
@@ -51,8 +53,11 @@ FEWER_ANSWERED: Final = 8
 FASTER: Final = 2
 """Divides times."""
 BLOCK_TOKENS: Final = 32
-POOL_TOKENS: Final = 290_000 // SMALLER // BLOCK_TOKENS * BLOCK_TOKENS
-"""Of the H100's."""
+POOL_TOKENS: Final[Mapping[str, int]] = {
+    gpu: (profile(name).kv_tokens or 0) // SMALLER // BLOCK_TOKENS * BLOCK_TOKENS for gpu, name in PROFILES.items()
+}
+CONTEXT_TOKENS: Final = min(POOL_TOKENS.values()) - 2 * BLOCK_TOKENS
+"""The longest that an engine takes."""
 BUDGET_TOKENS: Final = 8192 // SMALLER
 LOAD: Final = 1.5
 """Times the saturation."""
@@ -145,7 +150,7 @@ def words_of(plan: plans.ProgramPlan, index: int, seed: int, spec: LoadSpec) -> 
 # --- the simulator --------------------------------------------------------------------------------
 
 
-def scenario_of(costs: Mapping[str, float], seed: int, programs_count: int) -> Scenario:
+def scenario_of(costs: Mapping[str, float], seed: int, programs_count: int, pool_tokens: int) -> Scenario:
     """Return the small engine in the simulator, and 8 cores for tools."""
     timing = TimingProfile(
         "fitted",
@@ -154,13 +159,13 @@ def scenario_of(costs: Mapping[str, float], seed: int, programs_count: int) -> S
         0.0,
         decode_context_token_s=costs["context_s"],
         attention_pair_s=costs["prompt_context_s"],
-        kv_tokens=POOL_TOKENS,
+        kv_tokens=pool_tokens,
     )
     engine = EngineConfig.of(
-        timing, block_size=BLOCK_TOKENS, kv_tokens=POOL_TOKENS, max_num_batched_tokens=BUDGET_TOKENS
+        timing, block_size=BLOCK_TOKENS, kv_tokens=pool_tokens, max_num_batched_tokens=BUDGET_TOKENS
     )
     return Scenario(
-        replace(engine, max_model_len=POOL_TOKENS),
+        replace(engine, max_model_len=CONTEXT_TOKENS),
         loop="open",
         programs_count=programs_count,
         horizon_s=1e6,
@@ -170,11 +175,10 @@ def scenario_of(costs: Mapping[str, float], seed: int, programs_count: int) -> S
     )
 
 
-def saturation_per_s(regime: str, costs: Mapping[str, float], seed: int, programs_count: int) -> float:
+def saturation_per_s(regime: str, scenario: Scenario) -> float:
     """Return programs a second that end if all arrive at once, under `infercept`."""
-    scenario = scenario_of(costs, seed, programs_count)
     result = Contestant.parse("infercept").run(scenario, Shrunk(mix(regime, 1.0), at_once=True))
-    return programs_count / result.simulated_s
+    return scenario.programs_count / result.simulated_s
 
 
 def simulated(arm: Arm, scenario: Scenario, programs: Shrunk) -> dict[str, float]:
@@ -200,14 +204,15 @@ def engine_settings(arm: Arm) -> dict[str, Any]:
         settings["extra_args"] += ("--additional-config", json.dumps({"thunderagent": arm.plugin}))
     if not arm.has_priorities:  # the last one counts
         settings["extra_args"] += ("--scheduling-policy", "fcfs")
-    return {**settings, "max_model_len": POOL_TOKENS - 2 * BLOCK_TOKENS, "max_batched_tokens": BUDGET_TOKENS}
+    return {**settings, "max_model_len": CONTEXT_TOKENS, "max_batched_tokens": BUDGET_TOKENS}
 
 
-async def real(arm: Arm, programs: Shrunk, seed: int, programs_count: int, engine_core: int | None) -> dict[str, float]:
+async def real(arm: Arm, programs: Shrunk, scenario: Scenario, engine_core: int | None) -> dict[str, float]:
     """Return the figures of a run on a fresh engine behind a fresh proxy."""
-    setup = Setup("vllm", 1, POOL_TOKENS, engine_core=engine_core)
+    setup = Setup("vllm", 1, scenario.engine.kv_tokens, engine_core=engine_core)
+    seed = scenario.seed
     spec = LoadSpec(stream=False, end_signal=EndSignal.RELEASE)
-    planned = [words_of(programs.program(index, seed), index, seed, spec) for index in range(programs_count)]
+    planned = [words_of(programs.program(index, seed), index, seed, spec) for index in range(scenario.programs_count)]
     async with AsyncExitStack() as stack:
         urls = await stack.enter_async_context(engines(setup, **engine_settings(arm)))
         words = [*serve_words(arm.policy, setup, urls), "--engine-hold-s", f"{arm.hold_s:g}"]
@@ -242,6 +247,7 @@ def main() -> None:
     """Do the runs; the stored result is complete after each."""
     parser = argparse.ArgumentParser(description="MARS on a real small engine beside the simulator.")
     add = parser.add_argument
+    add("--gpu", choices=POOL_TOKENS, default="h100", help="whose pool (default: %(default)s)")
     add("--regimes", default="263k,167k")
     add("--arms", default=";".join(ARMS), help="a semicolon between (default: %(default)s)")
     add("--programs", type=int, default=30)
@@ -260,18 +266,20 @@ def main() -> None:
     found: list[dict[str, Any]] = []
     for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
         for regime in arguments.regimes.split(","):
-            saturation = saturation_per_s(regime, costs, seed, count)
+            scenario = scenario_of(costs, seed, count, POOL_TOKENS[arguments.gpu])
+            saturation = saturation_per_s(regime, scenario)
             programs = Shrunk(mix(regime, LOAD * saturation))
             for name in arguments.arms.split(";"):
-                beside = simulated(ARMS[name], scenario_of(costs, seed, count), programs)
+                beside = simulated(ARMS[name], scenario, programs)
                 run: dict[str, Any] = {"regime": regime, "arm": name, "seed": seed, "saturation_per_s": saturation}
                 said = " ".join(f"{beside[key]:.0f}" for key in ("mean_s", "p90_s", "p95_s"))
                 if arguments.simulate:
                     print(f"{regime} {seed} {name}: simulated {said}, hits {beside['hit_ratio']:.2f}", flush=True)
                     continue
-                run["real"] = asyncio.run(real(ARMS[name], programs, seed, count, engine_core))
+                run["real"] = asyncio.run(real(ARMS[name], programs, scenario, engine_core))
                 found.append({**run, "simulated": beside})
-                save_results(arguments.name, {"programs": count, "load": LOAD, "costs": arguments.costs, "runs": found})
+                told = {"gpu": arguments.gpu, "programs": count, "load": LOAD, "costs": arguments.costs}
+                save_results(arguments.name, {**told, "runs": found})
                 own = " ".join(f"{run['real'][key]:.0f}" for key in ("mean_s", "p90_s", "p95_s"))
                 failed = run["real"]["failed_turns"]
                 print(f"{regime} {seed} {name}: {own}; simulated {said}; {failed:.0f} failed", flush=True)

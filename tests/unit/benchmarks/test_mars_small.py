@@ -11,6 +11,7 @@ from benchmarks.mars import mix
 from benchmarks.mars_small import (
     ARMS,
     BUDGET_TOKENS,
+    CONTEXT_TOKENS,
     FASTER,
     FEWER_ANSWERED,
     POOL_TOKENS,
@@ -37,7 +38,7 @@ def test_a_shrunk_program_has_the_turns_of_the_large_one() -> None:
             assert ours.new_tokens == max(1, round(theirs.new_tokens / SMALLER))
             assert ours.output_tokens == max(1, round(theirs.output_tokens / FEWER_ANSWERED))
             assert ours.tool_s == theirs.tool_s / FASTER
-        assert sum(turn.new_tokens + turn.output_tokens for turn in small.turns) < POOL_TOKENS
+        assert sum(turn.new_tokens + turn.output_tokens for turn in small.turns) < CONTEXT_TOKENS
 
 
 def test_real_programs_have_a_word_for_each_token() -> None:
@@ -63,9 +64,8 @@ def test_an_arm_has_a_policy_and_an_engine(name: str) -> None:
 
 def test_memory_that_is_kept_ends_programs_sooner() -> None:
     """At 1.5 times the saturation `mars` beats first come, first served, and leads without a control plane, too."""
-    saturation = saturation_per_s("263k", COSTS, 1, 16)
-    programs = Shrunk(mix("263k", 1.5 * saturation))
-    scenario = scenario_of(COSTS, 1, 16)
+    scenario = scenario_of(COSTS, 1, 16, POOL_TOKENS["h100"])
+    programs = Shrunk(mix("263k", 1.5 * saturation_per_s("263k", scenario)))
     means = {name: simulated(ARMS[name], scenario, programs)["mean_s"] for name in ("mars", "fcfs", "no coordinator")}
     assert means["mars"] < 0.8 * means["fcfs"]
     assert means["mars"] != means["no coordinator"]
