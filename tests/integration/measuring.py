@@ -32,6 +32,20 @@ _START_S = 60.0
 """On a machine with other work a process takes long to import what it needs."""
 
 
+SUM_S = 0.020
+"""What a million additions take on a processor for which bounds of milliseconds are written."""
+
+
+def slower_ratio() -> float:
+    """Return how many times as long as there a million additions take here, at least 1."""
+    took_s = []
+    for _ in range(5):
+        begin_s = time.thread_time()
+        sum(range(1_000_000))
+        took_s.append(time.thread_time() - begin_s)
+    return max(1.0, min(took_s) / SUM_S)
+
+
 class Watch:
     """The longest time for which the event loop did nothing else."""
 

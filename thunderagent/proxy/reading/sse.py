@@ -15,7 +15,6 @@ UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _EVENT_ENDS: Final[tuple[bytes, ...]] = (b"\n\n", b"\n\r\n", b"\r\r")
 _SEAM_BYTES: Final = 2
 """One less than the longest end: it may lie across two pieces."""
-_LINE: Final = re.compile(rb"[^\r\n]+")
 LARGE_EVENT_BYTES: Final = 2**18
 _BLANK_LINE: Final = re.compile(rb"\n\r?\n|\r\r")
 
@@ -74,15 +73,25 @@ def data_of(event: bytes) -> bytes:
 
 
 def _data_of_large(event: bytes) -> bytes:
-    """Return the same, with one copy in memory instead of three."""
+    """Return the same, with one copy in memory instead of three.
+
+    A pattern for lines would keep the interpreter from all else, on any thread, for 10 ns a byte.
+    """
     parts = []
-    for line in _LINE.finditer(event):
-        start, end = line.span()
-        if event.startswith(b"data:", start, end):
+    size, start, feed, back = len(event), 0, -2, -2
+    while (start := event.find(b"data:", start)) >= 0:
+        if start and event[start - 1] not in b"\r\n":
             start += 5
-            while start < end and event[start] in b" \t":
-                start += 1
-            parts.append(event[start:end].strip())
+            continue
+        start += 5
+        if feed < start and feed != size:
+            feed = event.find(b"\n", start) % (size + 1)  # of none: the size
+        if back < start and back != size:
+            back = event.find(b"\r", start) % (size + 1)
+        end = min(feed, back)
+        while start < end and event[start] in b" \t":
+            start += 1
+        parts.append(event[start:end].strip())
     return b"\n".join(parts)
 
 
