@@ -49,6 +49,7 @@ def run_in_vllm(script: str, *arguments: str, timeout_s: float = 1200) -> list[d
 
 CHECKS = (
     *("order", "quanta", "pins", "expiry_and_reset", "shrinking", "no_wedge"),
+    *("stop_text", "shared_blocks", "strangers_priority", "loaded_blocks", "cascade"),
     *("histories", "faults", "set_up", "factory"),
 )
 

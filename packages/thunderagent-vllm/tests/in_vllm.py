@@ -125,6 +125,100 @@ def check_expiry_and_reset() -> dict[str, Any]:
     return {"pinned_blocks": held}
 
 
+def check_stop_text() -> dict[str, Any]:
+    """vLLM aborts a request that comes to a text to stop at: it is pinned, too; a client that left holds nothing."""
+    engine = Engine(MODEL, {}, blocks=200)
+    empty = engine.free_blocks
+    for program, stop in (("stopped", ["Observation:"]), ("left", [])):
+        engine.add(program, words(1, 300), 50, program).sampling_params.stop = stop
+        while not engine.outputs.get(program):
+            engine.step()
+        engine.abort(program)
+        engine.step()
+    early = engine.add("early", words(2, 300), 50, "early")
+    early.sampling_params.stop = ["Observation:"]
+    engine.abort("early")  # nothing was made
+    engine.step()
+    assert list(told(engine)["pins"]) == ["stopped"]
+    assert empty - engine.free_blocks == told(engine)["blocks"]["pinned"] == 9
+    return {}
+
+
+def check_shared_blocks() -> dict[str, Any]:
+    """Blocks that programs share are counted once, as vLLM does, and the last of them gives them back."""
+    engine = Engine(MODEL, {}, blocks=200)
+    empty, system = engine.free_blocks, words(1, 640)
+    for number in range(5):
+        engine.add(f"r{number}", [*system, *words(10 + number, 64)], 4, f"p{number}", hold_s=60)
+        until_idle(engine)
+    assert empty - engine.free_blocks == told(engine)["blocks"]["pinned"] == 30, told(engine)
+    told(engine, *(["release", f"p{number}"] for number in range(4)))
+    assert empty - engine.free_blocks == told(engine)["blocks"]["pinned"] == 22, told(engine)
+    told(engine, ["release", "p4"])
+    assert (engine.free_blocks, told(engine)["blocks"]["pinned"]) == (empty, 0)
+    return {}
+
+
+def check_strangers_priority() -> dict[str, Any]:
+    """A priority counts where vLLM's operator chose that policy, and nowhere else."""
+    engine = Engine(MODEL, {}, blocks=200)
+    request = engine.add("first", words(1, 300), 4, None, priority=-1000)
+    scheduler = engine.scheduler
+    assert scheduler._waiting_key(request, 0.0)[0] == scheduler._victim_key(request)[0] == 0
+    scheduler._has_priorities = True
+    assert scheduler._waiting_key(request, 0.0)[0] == scheduler._victim_key(request)[0] == -1000
+    until_idle(engine)
+    return {}
+
+
+def check_loaded_blocks() -> dict[str, Any]:
+    """A request whose blocks were loaded from elsewhere does not need them again, nor room for its program."""
+    engine = Engine(MODEL, {}, blocks=200)
+    scheduler, empty = engine.scheduler, engine.free_blocks
+    engine.add("pinned", words(1, 300), 4, "pinned", hold_s=60)
+    until_idle(engine)
+    request = engine.add("loaded", words(2, 640), 4, "loaded")
+    seen, free_count = scheduler._surface, engine.free_blocks
+    assert seen.missing_block_count(request, {}) == 20 - free_count
+    assert scheduler.kv_cache_manager.allocate_slots(request, 640) is not None
+    assert seen.missing_block_count(request, {}) == 20 - 20 - (free_count - 20)
+    scheduler._must_wait = lambda *_: True
+    request.num_computed_tokens = 640
+    assert scheduler._allocate_slots(request, 4) is not None
+    request.num_computed_tokens = 0
+    scheduler.kv_cache_manager.free(request)
+    assert scheduler._allocate_slots(request, 640) is None
+    del scheduler._must_wait
+    seen.missing_block_count = lambda *_: 1000  # an estimate: windows and watermarks need less
+    assert scheduler._pins_to_take(request, False, {}) == ["pinned"]  # nothing runs: whatever may help
+    scheduler.running.append(request)
+    assert scheduler._pins_to_take(request, False, {}) == []
+    scheduler.running.clear()
+    del seen.missing_block_count
+    until_idle(engine)
+    told(engine, ["release", "pinned"], ["release", "loaded"])
+    assert engine.free_blocks == empty
+    return {}
+
+
+def check_cascade() -> dict[str, Any]:
+    """Nothing is pinned where vLLM takes a block's references for requests."""
+    from types import SimpleNamespace
+
+    from thunderagent_vllm import surface
+
+    version, found = surface.vllm_version, {}
+    for numbers in ((0, 31, 1), (0, 32, 0)):
+        surface.vllm_version = lambda numbers=numbers: numbers
+        for is_off in (True, False):
+            config = SimpleNamespace(model_config=SimpleNamespace(disable_cascade_attn=is_off))
+            found[numbers, is_off] = surface._counts_references(SimpleNamespace(vllm_config=config))
+    surface.vllm_version = version
+    assert [each for each, counts in found.items() if counts] == [((0, 31, 1), False)]
+    assert Engine(MODEL, {}).scheduler._surface.can_pin
+    return {}
+
+
 def check_shrinking() -> dict[str, Any]:
     """When blocks are short, a chunk shrinks before a pin goes, and a pin goes before a request is preempted."""
     engine = Engine(MODEL, {"preset": "mars", "first_level_tokens": 500}, blocks=100, budget=1024)

@@ -54,6 +54,23 @@ def test_new_pin_replaces_the_old_one() -> None:
     assert (pool.count, pins.block_count) == (12, 12)
 
 
+def test_a_block_that_several_pins_hold_counts_once() -> None:
+    """Ten programs with a system prompt of 30 blocks and 5 of their own hold 80 blocks."""
+    pool, shared = CountingPool(), [object() for _ in range(30)]
+    pins = Pins(pool, 90)
+    for birth in range(1, 13):
+        assert pins.keep(
+            f"p{birth}", Pin(birth, [*shared, *(object() for _ in range(5))], 0.0, 5.0, 30.0, came_back=True)
+        )
+        assert (birth, pins.block_count) == (birth, 30 + 5 * birth)
+    assert not pins.keep("late", Pin(13, [*shared, object()], 0.0, 5.0, 30.0, came_back=True))
+    assert pins.keep("p12", Pin(12, [*shared, *(object() for _ in range(5))], 1.0, 6.0, 30.0, came_back=True))
+    assert pins.keep("old", Pin(0, [*shared, object()], 1.0, 6.0, 30.0, came_back=True))
+    assert ("p12" in pins, len(pins), pins.block_count) == (False, 12, 86)
+    pins.drop_all()
+    assert (pool.count, pins.block_count) == (0, 0)
+
+
 def test_pins_are_bounded_and_a_younger_program_is_refused() -> None:
     pool = CountingPool()
     pins = Pins(pool, 20)

@@ -59,8 +59,9 @@ class Pins:
         self._most_blocks = most_blocks
         self._largest_first = largest_first
         self._pins: dict[str, Pin] = {}
+        self._holders: Counter[int] = Counter()
+        """How many pins hold a block, by its identity: programs share their first blocks."""
         self._next_end_s = float("inf")
-        self.block_count = 0
         self.counts: Counter[str] = Counter()
         """Events: kept, used, expired, given_back, released, refused, dropped."""
 
@@ -69,6 +70,11 @@ class Pins:
 
     def __contains__(self, program_id: str) -> bool:
         return program_id in self._pins
+
+    @property
+    def block_count(self) -> int:
+        """Return how many blocks are held; one that several pins hold is one."""
+        return len(self._holders)
 
     def items(self) -> list[tuple[str, Pin]]:
         """Return all, by program id."""
@@ -81,20 +87,21 @@ class Pins:
         """
         if not pin.blocks:
             return False
-        count = len(pin.blocks)
-        held = self._pins.get(program_id)
-        free_count = self._most_blocks - self.block_count + (len(held.blocks) if held is not None else 0)
+        held, kept = self._pins.get(program_id), set(map(id, pin.blocks))
+        over_count = len(kept - self._holders.keys()) + self.block_count - self._most_blocks
+        if over_count > 0 and held is not None:
+            over_count -= self._freed_count(held, kept)
         goes: list[str] = []
-        if free_count < count:
+        if over_count > 0:
             now_s = pin.since_s
             own_rank = self._rank(pin, now_s)
             for other_id, other in sorted(self._pins.items(), key=lambda item: self._rank(item[1], now_s)):
-                if free_count >= count or self._rank(other, now_s) >= own_rank:
+                if over_count <= 0 or self._rank(other, now_s) >= own_rank:
                     break
                 if other_id != program_id:
                     goes.append(other_id)
-                    free_count += len(other.blocks)
-        if free_count < count:
+                    over_count -= self._freed_count(other, kept)
+        if over_count > 0:
             self.counts["refused"] += 1
             return False
         for other_id in goes:
@@ -103,7 +110,7 @@ class Pins:
         if held is not None:  # after the touch: what both share stays
             self._let_go(program_id)
         self._pins[program_id] = pin
-        self.block_count += count
+        self._holders.update(map(id, pin.blocks))
         self._next_end_s = min(self._next_end_s, pin.until_s)
         self.counts["kept"] += 1
         return True
@@ -168,7 +175,15 @@ class Pins:
             return (1, pin.since_s, -pin.birth)
         return (2, -pin.birth, 0)
 
+    def _freed_count(self, pin: Pin, kept: set[int]) -> int:
+        """Return how many blocks only this pin holds, without those that are kept."""
+        return sum(self._holders[block] == 1 and block not in kept for block in map(id, pin.blocks))
+
     def _let_go(self, program_id: str) -> None:
-        pin = self._pins.pop(program_id)
-        self.block_count -= len(pin.blocks)
+        pin, holders = self._pins.pop(program_id), self._holders
+        for block in map(id, pin.blocks):
+            if holders[block] > 1:
+                holders[block] -= 1
+            else:
+                del holders[block]
         self._pool.free(pin.blocks)

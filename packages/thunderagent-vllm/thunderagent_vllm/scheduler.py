@@ -105,6 +105,7 @@ def programs_class(base: Any) -> Any:  # noqa: C901 - one class, whose base is k
             super().__init__(*args, **kwargs)
             self._clock = thunderagent_clock
             self._stock_policy = self.policy
+            self._has_priorities = self.policy.name == "PRIORITY"
             self._on = self._is_set_up = self._acts = self._bounds = False
             self._looks_at = (False, False)
             self._victim: tuple[Any, int] | None = None
@@ -254,7 +255,8 @@ def programs_class(base: Any) -> Any:  # noqa: C901 - one class, whose base is k
             return self.agents.running_key(request.request_id)
 
         def _waiting_key(self, request: Any, now_s: float) -> tuple[Any, ...]:
-            return self.agents.waiting_key(request.request_id, request.priority, request.arrival_time, now_s)
+            priority = request.priority if self._has_priorities else 0
+            return self.agents.waiting_key(request.request_id, priority, request.arrival_time, now_s)
 
         def _chunk_tokens(self, request: Any, computed_tokens: int, wanted_tokens: int) -> int:
             if request.has_encoder_inputs:
@@ -301,7 +303,7 @@ def programs_class(base: Any) -> Any:  # noqa: C901 - one class, whose base is k
         def _allocate_slots(self, request: Any, *args: Any, **kwargs: Any) -> Any:
             """Allocate as vLLM does; if that fails, let pins go, and choose whom vLLM preempts."""
             call = self.agents.calls.get(request.request_id)
-            is_new = self._on and call is not None and not call.was_started
+            is_new = self._on and call is not None and not call.was_started and not request.num_computed_tokens
             if is_new and self._guarded(self._must_wait, request, kwargs):
                 return None
             blocks = self._allocate(request, *args, **kwargs)
@@ -344,7 +346,7 @@ def programs_class(base: Any) -> Any:  # noqa: C901 - one class, whose base is k
             found = self.agents.pins_to_take(
                 request.request_id, self._now_s, is_running=is_running, runs_any=bool(self.running)
             )
-            if not is_running and found:
+            if not is_running and found and self.running:
                 # Not in vain: a pin that goes helps nobody if the request does not fit even so.
                 there_count = sum(map(pins.block_count_of, found))
                 if there_count < self._surface.missing_block_count(request, arguments):
@@ -361,7 +363,8 @@ def programs_class(base: Any) -> Any:  # noqa: C901 - one class, whose base is k
 
         def _victim_key(self, request: Any) -> tuple[Any, ...]:
             held_count = self._surface.held_block_count(request)
-            return self.agents.victim_key(request.request_id, request.priority, held_count, request.arrival_time)
+            priority = request.priority if self._has_priorities else 0
+            return self.agents.victim_key(request.request_id, priority, held_count, request.arrival_time)
 
         def _restore_victim(self) -> None:
             if self._victim is not None:

@@ -72,6 +72,15 @@ def _is_full_attention(spec: Any) -> bool:
     return isinstance(spec, FullAttentionSpec)
 
 
+def _counts_references(scheduler: Any) -> bool:
+    """Return whether vLLM takes a block with as many references as requests for a prefix that all of them share.
+
+    Up to 0.31 it does, with cascade attention. A pin is a reference, too: a request would read another one's prefix.
+    """
+    model_config = getattr(getattr(scheduler, "vllm_config", None), "model_config", None)
+    return vllm_version()[:2] < (0, 32) and not getattr(model_config, "disable_cascade_attn", True)
+
+
 class Surface:
     """What the hooks read from and do with one scheduler of vLLM."""
 
@@ -83,7 +92,11 @@ class Surface:
         self.pool_blocks: int = self._pool.num_gpu_blocks - 1  # without the null block
         self.budget_tokens: int = scheduler.max_num_scheduled_tokens
         config = scheduler.scheduler_config
-        self.can_pin = bool(self.manager.enable_caching) and not getattr(scheduler, "has_mamba_layers", False)
+        self.can_pin = (
+            bool(self.manager.enable_caching)
+            and not getattr(scheduler, "has_mamba_layers", False)
+            and not _counts_references(scheduler)
+        )
         self.can_bound = (
             bool(getattr(config, "enable_chunked_prefill", True))
             and not getattr(scheduler, "need_mamba_block_aligned_split", False)
@@ -135,9 +148,9 @@ class Surface:
         """Return about how many blocks must become free for a waiting request that did not fit."""
         token_count = min(request.num_tokens, self.scheduler.max_model_len)
         found = arguments.get("new_computed_blocks")
-        held_count = 0
+        held_count = self.held_block_count(request)  # some, if they were loaded from elsewhere
         if found is not None and found.blocks:
-            held_count = sum(1 for each in found.blocks[0] if each.ref_cnt > 0)
+            held_count += sum(1 for each in found.blocks[0] if each.ref_cnt > 0)
         block_count = -(-token_count // self.block_tokens) - held_count
         return block_count + int(getattr(self.manager, "watermark_blocks", 0)) - self.free_block_count()
 
@@ -168,7 +181,12 @@ class Surface:
         return extra.get("thunderagent_hold_s") if extra else None
 
     def is_kept(self, request: Any) -> bool:
-        """Return whether a request ended by itself, so that a next turn may come."""
+        """Return whether a request ended by itself, so that a next turn may come.
+
+        A text to stop at is found by vLLM's API process, which then aborts the request. So does a client that leaves.
+        """
+        if request.status.name == "FINISHED_ABORTED":
+            return bool(getattr(request.sampling_params, "stop", None)) and request.num_output_tokens > 0
         return request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
 
     def is_running(self, request: Any) -> bool:
