@@ -13,6 +13,7 @@ from thunderagent.cli import build_parser, main
 from thunderagent.doctor.command import examine
 from thunderagent.doctor.findings import Level
 from thunderagent.proxy.fleet.engine_plugins import POLLS_COUNT
+from thunderagent.proxy.reading.header_words import BRANCH_HEADER
 
 SAID: dict[str, Any] = {
     "protocol": 1,
@@ -48,6 +49,9 @@ async def test_turns_and_programs_are_told_to_an_engine_with_the_plugin() -> Non
             assert call.json() == turn() | {"vllm_xargs": {"thunderagent_hold_s": 20.0}}
             await post(proxy.url, CHAT, turn("a"), ("X-Program-Hint", "next_turn_in_s=90"))
             assert replica.calls[1].json()["vllm_xargs"] == {"thunderagent_hold_s": 181.0}
+            await post(proxy.url, CHAT, turn("a"), (BRANCH_HEADER, "side"), ("X-Program-Hint", "next_turn_in_s=90"))
+            assert replica.calls[2].header("X-Session-ID") == "a/side", "it must not take what is held for its program"
+            assert replica.calls[2].json()["vllm_xargs"] == {"thunderagent_hold_s": 20.0}
             assert (await post(proxy.url, "/programs/a/hints", {"next_turn_in_s": 10})).status == 200
             await until(lambda: ["hold", "a", 21.0] in replica.plugin_ops)
             await post(proxy.url, "/programs/release", {"program_id": "a"})

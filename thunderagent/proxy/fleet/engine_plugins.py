@@ -205,13 +205,19 @@ class EnginePlugins:
 
     # --- with a turn
 
-    def name_turn(self, path: str, body: bytes, program_id: str, hint: TurnHint | None) -> NamedTurn:
-        """Return a turn with its program's id, and how long to hold its blocks afterwards, if the id may be told."""
-        if not may_be_told(program_id):
+    def name_turn(
+        self, path: str, body: bytes, program_id: str, hint: TurnHint | None, branch_id: str = ""
+    ) -> NamedTurn:
+        """Return a turn with its program's id, and how long to hold its blocks afterwards, if the id may be told.
+
+        A branch is a session of its own: its turns begin while its program's blocks are held, and must not end that.
+        """
+        session_id = f"{program_id}/{branch_id}" if branch_id else program_id
+        if not may_be_told(session_id):
             return NamedTurn(body)
         if path in PATHS:
-            body = with_words(body, program_id, hold_s_of(hint, self._hold_s))
-        return NamedTurn(body, is_tagged=True, session_id=program_id)
+            body = with_words(body, session_id, hold_s_of(hint, self._hold_s))
+        return NamedTurn(body, is_tagged=True, session_id=session_id)
 
     # --- between turns
 

@@ -279,17 +279,19 @@ class Replicas:
         program_id: str | None,
         authorization: str | None,
         hint: TurnHint | None = None,
+        branch_id: str = "",
     ) -> NamedTurn:
         """Return a turn's body as sent to a replica: with an id of ours for engines that take abort notices.
 
-        A plugin gets its program's id, and how long to hold its blocks afterwards, by the client's `hint`.
+        A plugin gets its program's id, or that of its branch, and how long to hold its blocks afterwards, by the
+        client's `hint`.
         """
         known = self.known.get(replica_id)
         notices = known.endpoint.backend.notices if known is not None else None
         if notices is not None:
             named = notices.name_turn(path, body, program_id, tags_programs=self._tags_programs)
         elif program_id is not None and replica_id in self.plugins.on_ids:
-            named = self.plugins.name_turn(path, body, program_id, hint)
+            named = self.plugins.name_turn(path, body, program_id, hint, branch_id)
         else:  # or it was removed since the grant: sending reports that
             return NamedTurn(body)
         if named.is_tagged and program_id is not None:

@@ -216,6 +216,7 @@ ENGINE_CONTROL = frozenset(
         *("pause", "resume", "is_paused", "sleep", "wake_up", "is_sleeping", "collective_rpc", "abort_requests"),
         *("shutdown_weight_transfer_engine", "weight_info", "weight_checker", "get_world_size", "kv_event_sources"),
         *("server_info", "load", "loads", "scale_elastic_ep", "is_scaling_elastic_ep", "fault_tolerance"),
+        "thunderagent",  # vLLM with our plugin
         # SGLang.
         *("pause_generation", "continue_generation", "flush_cache", "abort_request", "slow_down", "freeze_gc"),
         *("send_weights_to_remote_instance", "get_remote_instance_transfer_engine_info", "check_weights"),

@@ -184,7 +184,9 @@ class Forwarding:
         """Return the body with an id of its own, or what else its engine wants to know."""
         turn, path = record.turn, record.target.engine_path
         hint = None if turn.branch_id else record.patience.hint or turn.hint  # a branch is not its program
-        name = partial(self._replicas.name_turn, replica_id, path, turn.body, turn.program_id, authorization, hint)
+        branch_id = "" if self._names_programs else turn.branch_id  # what engines publish is of programs
+        told = turn.program_id, authorization, hint, branch_id
+        name = partial(self._replicas.name_turn, replica_id, path, turn.body, *told)
         return await read_aside(name, len(turn.body))
 
     async def send_in_order(

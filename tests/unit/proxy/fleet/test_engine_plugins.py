@@ -284,6 +284,9 @@ def test_a_turn_says_its_program_and_how_long_to_hold() -> None:
     )
     other = plugins.name_turn("/inference/v1/generate", b'{"a":1}', "p", None)
     assert (other.body, other.session_id) == (b'{"a":1}', "p")
+    branch = plugins.name_turn(CHAT, b'{"a":1}', "p", None, "side")
+    assert (branch.body, branch.session_id, branch.is_tagged) == (named.body, "p/side", True)
+    assert b'"session_id":"p/side"' in plugins.name_turn(CHAT, b'{"session_id":"p"}', "p", None, "side").body
     for program_id in ("é", "a\nb", "x" * 257):
         assert plugins.name_turn(CHAT, b'{"a":1}', program_id, None) == (b'{"a":1}', "", False, "")
     assert EnginePlugins({}, 1.0, hold_s=0.0).name_turn(CHAT, b'{"a":1}', "p", None).body == b'{"a":1}'

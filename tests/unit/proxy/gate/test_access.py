@@ -69,6 +69,7 @@ def test_every_route_needs_its_access(method: str, route_path: str, access: Acce
         "/p/x/server_info",
         "/sessions/x/v1/flush_cache",
         "/collective_rpc",
+        "/thunderagent/programs",
         "/hicache/storage-backend",
         "/inference/v1/pause",
         "/PAUSE",
