@@ -265,7 +265,7 @@ async def test_a_replica_that_is_removed_while_a_call_to_it_is_read_says_so() ->
 
 async def test_a_call_that_takes_too_long_is_over_but_not_its_effect() -> None:
     """The call's own limit counts, not that of turns; grants stay stopped until the engine answers a call."""
-    async with replicas_behind(1, engine_control_timeout_s=0.2) as (proxy, (replica,)):
+    async with replicas_behind(1, engine_control_timeout_s=1.0) as (proxy, (replica,)):
         replica.behaviour = Gate()
         answer = await post(proxy.url, "/update_weights")
         assert answer.status == 504
@@ -511,13 +511,13 @@ async def test_an_engine_that_was_only_unreachable_is_still_paused(
 
 async def test_no_turn_is_sent_to_an_engine_that_is_paused_and_all_are_afterwards() -> None:
     """Programs stay where they are, a turn of each kind waits, `/queue` and the story say why."""
-    async with replicas_behind(1, no_replica_limit_s=0.5, idle_limit_s=0.5) as (proxy, (replica,)):
+    async with replicas_behind(1, no_replica_limit_s=1.5, idle_limit_s=1.5) as (proxy, (replica,)):
         assert (await ask(proxy.url, "old")).status == 200
         await post(proxy.url, "/pause?mode=keep")
         calls_count = len(replica.calls)
         waiting = [asyncio.create_task(ask(proxy.url, program_id)) for program_id in ("old", "new", None)]
         await held(proxy, 3)
-        await asyncio.sleep(1.0)  # longer than every limit
+        await asyncio.sleep(2.0)  # longer than every limit
         queue = (await get(proxy.url, "/queue")).json()
         assert (queue["suspended_for"], queue["turns_held_count"], queue["held_in_place_count"]) == (["pause"], 3, 1)
         assert (await get(proxy.url, "/summary")).json()["now"]["turns_held_count"] == 3

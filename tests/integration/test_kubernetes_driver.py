@@ -345,7 +345,7 @@ async def test_a_preparation_bears_with_rights_that_are_not_loaded(api: Kubernet
 
 async def test_a_right_that_stays_lost_is_told(api: KubernetesApi) -> None:
     """Patience ends: then the error names a missing right, and the next time it comes at once."""
-    async with driver_of(api, request_timeout_s=1.0, backoff_s=0.02) as driver:
+    async with driver_of(api, request_timeout_s=3.0, backoff_s=0.02) as driver:
         await driver.find()
         api.rights = set()
         for attempts in ("several", "one"):

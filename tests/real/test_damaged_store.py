@@ -219,7 +219,7 @@ async def test_through_a_gateway_no_large_request_outlasts_the_lock(
     assert len(ids) > 55 * 10**6
     with redis_server(require_real, tmp_path) as redis:
         monkeypatch.setenv("PYTHONPATH", f"{redis.packages}:{os.environ.get('PYTHONPATH', '')}")
-        options = ("--listen", "127.0.0.1:0", "--store", redis.url, "--lock-s", "0.5")
+        options = ("--listen", "127.0.0.1:0", "--store", redis.url, "--lock-s", "1.5")
         async with (
             engine() as behind,
             measured_command("scheduler", *options, "--backends", behind.url) as leader,

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-SETTINGS = KvEventsSettings(report_interval_s=0.02, replay_silence_limit_s=0.5)
+SETTINGS = KvEventsSettings(report_interval_s=0.02, replay_silence_limit_s=2.0)
 END = (-1).to_bytes(8, "big", signed=True)
 
 

@@ -282,10 +282,10 @@ async def test_a_timed_load_replaces_programs_and_releases_those_it_cuts_off() -
     engine = FakeEngine()
     engine.delay_s = 0.001
     async with serving(engine) as url:
-        result = await run_load(QUICK, url, is_proxy=True, warmup_s=0.5, measure_s=1.0)
+        result = await run_load(QUICK, url, is_proxy=True, warmup_s=0.5, measure_s=3.0)
     assert result.finished_program_count > QUICK.programs
     assert 0 < len(result.window_records) < len(result.records)
-    assert result.turns_per_min == pytest.approx(len(result.window_records) * 60)
+    assert result.turns_per_min == pytest.approx(len(result.window_records) * 20)
     assert engine.bodies.keys() <= engine.released.keys()
     assert set(engine.released.values()) == {1}
     assert engine.running_count == 0

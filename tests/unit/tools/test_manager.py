@@ -813,7 +813,7 @@ async def test_leftover_of_a_lost_preparation_is_removed() -> None:
 
 async def test_a_sandbox_whose_time_is_over_is_told_of_though_no_engine_says_so() -> None:
     """An unused one is made again; a given one has no known time."""
-    templates = {"short": Template(image="i", ttl_s=0.3), "plain": Template(image="plain")}
+    templates = {"short": Template(image="i", ttl_s=1.5), "plain": Template(image="plain")}
     async with running(templates=templates) as world:
         await world.has_ready("used", template="short")
         world.admits("used")

@@ -252,13 +252,13 @@ async def test_the_newest_idle_connection_is_taken_so_that_the_others_grow_old()
         finally:
             open_count -= 1
 
-    async with pool_of(behaviour, keepalive_s=0.3) as (server, pool):
+    async with pool_of(behaviour, keepalive_s=2.0) as (server, pool):
         burst = [asyncio.create_task(ask(pool, server.url)) for _ in range(3)]
         while open_count < 3:
             await asyncio.sleep(0.01)
         together.set()
         await asyncio.gather(*burst)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while open_count > 1:
                 assert await ask(pool, server.url) == b"{}"
                 await asyncio.sleep(0.02)
@@ -416,8 +416,8 @@ async def test_a_connection_that_is_idle_for_too_long_is_closed_and_gets_no_requ
         finally:
             ended.set()
 
-    async with pool_of(behaviour, keepalive_s=1.0) as (server, pool):
-        for pause_s, connections_count in ((0.0, 1), (0.05, 1), (1.5, 2)):
+    async with pool_of(behaviour, keepalive_s=2.0) as (server, pool):
+        for pause_s, connections_count in ((0.0, 1), (0.05, 1), (3.0, 2)):
             await asyncio.sleep(pause_s)
             assert await ask(pool, server.url) == b"{}"
             assert server.connections_count == connections_count
@@ -444,13 +444,13 @@ async def test_silence_counts_from_the_last_byte_and_only_while_something_is_awa
     async def behaviour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async for _ in heads(reader):
             for piece in (OK[:10], OK[10:20], OK[20:-1], OK[-1:]):
-                await asyncio.sleep(0.3)
+                await asyncio.sleep(0.6)
                 writer.write(piece)
 
     async with pool_of(behaviour) as (server, pool):
-        for pause_s in (0.0, 1.1):  # each takes longer in all than it may be silent; so does the time in between
+        for pause_s in (0.0, 2.1):  # each takes longer in all than it may be silent; so does the time in between
             await asyncio.sleep(pause_s)
-            assert await ask(pool, server.url, silence_s=1.0) == b"{}"
+            assert await ask(pool, server.url, silence_s=2.0) == b"{}"
         assert server.connections_count == 1
 
 
