@@ -103,10 +103,11 @@ def test_step_costs_at_most_a_tenth_more(vllm: None) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(2400)
+@pytest.mark.parametrize("mode", ["default", "mars"])
 @pytest.mark.parametrize("caching", ["1", "0"])
-def test_greedy_tokens_are_those_of_the_stock_scheduler(vllm: None, caching: str) -> None:
+def test_greedy_tokens_are_those_of_the_stock_scheduler(vllm: None, caching: str, mode: str) -> None:
     """Of 1,000 requests, some of which are aborted or preempted, with and without a prefix cache."""
-    stock, plugin = (run_in_vllm("greedy.py", mode, "1000", caching)[-1] for mode in ("stock", "plugin"))
+    stock, plugin = (run_in_vllm("greedy.py", each, "1000", caching)[-1] for each in ("stock", mode))
     report = plugin["report"]
     assert (report["on"], report["failures_total"]) == (True, 0)
     assert sum(report["preemptions_total"].values()) > 0

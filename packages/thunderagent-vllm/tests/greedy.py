@@ -1,4 +1,6 @@
-"""A real model's greedy tokens; run in vLLM's environment: `python greedy.py MODEL_FOLDER stock|plugin COUNT CACHING`.
+"""A real model's greedy tokens; run in vLLM's environment: `python greedy.py MODEL_FOLDER MODE COUNT CACHING`.
+
+MODE is `stock`, `default` or `mars`, the plugin with its defaults or with that preset.
 
 COUNT requests of programs with four turns each, 16 at a time, in a pool that holds about half of them: they are
 preempted. Each twentieth is aborted after its fifth token. Prints one line of JSON: the tokens of each request.
@@ -25,9 +27,10 @@ AT_A_TIME, TURNS, ABORTED_AFTER = 16, 4, 5
 
 def main() -> None:
     model, mode, count, caching = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "1"
+    preset = {"preset": "mars"} if mode == "mars" else {}
     plugin = {
         "scheduler_cls": "thunderagent_vllm.scheduler.Scheduler",
-        "additional_config": {"thunderagent": {"preset": "mars", "first_level_tokens": 128}},
+        "additional_config": {"thunderagent": {**preset, "first_level_tokens": 128}},
     }
     engine = LLMEngine.from_engine_args(
         EngineArgs(
@@ -40,7 +43,7 @@ def main() -> None:
             max_num_seqs=32,
             num_gpu_blocks_override=72,
             enable_prefix_caching=caching,
-            **(plugin if mode == "plugin" else {}),
+            **(plugin if mode != "stock" else {}),
         )
     )
     tokens: dict[str, list[int]] = {}
@@ -81,7 +84,7 @@ def main() -> None:
                 elif (following := next(programs, None)) is not None:
                     send(following, 0)
     scheduler = engine.engine_core.engine_core.scheduler
-    report = scheduler.thunderagent_tell([]) if mode == "plugin" else {}
+    report = scheduler.thunderagent_tell([]) if mode != "stock" else {}
     report.pop("pins", None)
     reset = scheduler.reset_prefix_cache()
     print(json.dumps({"tokens": tokens, "aborted": aborted, "report": report, "reset": reset}))
