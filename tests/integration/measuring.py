@@ -32,7 +32,7 @@ _START_S = 60.0
 """On a machine with other work a process takes long to import what it needs."""
 
 
-SUM_S = 0.020
+SUM_S = 0.015
 """What a million additions take on a processor for which bounds of milliseconds are written."""
 
 
