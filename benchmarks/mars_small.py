@@ -56,6 +56,7 @@ BLOCK_TOKENS: Final = 32
 POOL_TOKENS: Final[Mapping[str, int]] = {
     gpu: (profile(name).kv_tokens or 0) // SMALLER // BLOCK_TOKENS * BLOCK_TOKENS for gpu, name in PROFILES.items()
 }
+"""Of each GPU's."""
 CONTEXT_TOKENS: Final = min(POOL_TOKENS.values()) - 2 * BLOCK_TOKENS
 """The longest that an engine takes."""
 BUDGET_TOKENS: Final = 8192 // SMALLER

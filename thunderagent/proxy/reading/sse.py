@@ -78,15 +78,14 @@ def _data_of_large(event: bytes) -> bytes:
     A pattern for lines would keep the interpreter from all else, on any thread, for 10 ns a byte.
     """
     parts = []
-    size, start, feed, back = len(event), 0, -2, -2
-    while (start := event.find(b"data:", start)) >= 0:
-        if start and event[start - 1] not in b"\r\n":
-            start += 5
+    size, start, feed, back = len(event), 0, -1, -1
+    while (at := event.find(b"data:", start)) >= 0:
+        start = at + 5
+        if at and event[at - 1] not in b"\r\n":
             continue
-        start += 5
-        if feed < start and feed != size:
+        if feed < start:
             feed = event.find(b"\n", start) % (size + 1)  # of none: the size
-        if back < start and back != size:
+        if back < start:
             back = event.find(b"\r", start) % (size + 1)
         end = min(feed, back)
         while start < end and event[start] in b" \t":
